@@ -1,0 +1,179 @@
+"""Routed SwiGLU experts over frozen packed weights: the PyTorch reference, for every device.
+
+Tokens are sorted by expert and each expert that was hit runs once over its rows; the top-k results of a token are summed
+in slot order. Gradients reach x and the adapter's tensors; there is none for weights or routing (routers are frozen).
+Adapters are given as tensors: what they mean and how they are trained is `orbit_cli.adapters`' business.
+
+Shape letters: T tokens, k experts per token, R rows of one expert, E experts, H hidden size, I intermediate size,
+b block size of a rotation, r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from orbit_kernels.linear import frozen_linear
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectionAdapter:
+    """The adapter of one projection of one expert: a rotation of its input, or a low-rank sum, or both."""
+
+    rotation: torch.Tensor | None = None  # [K/b, b, b]; y = (x R) W^T (OFT, 2306.07280)
+    lora_a: torch.Tensor | None = None  # [r, K]
+    lora_b: torch.Tensor | None = None  # [N, r]; y += scaling * (x A^T) B^T
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackedAdapter:
+    """The adapters of one projection of all experts, stacked along a leading E. Fields as in ProjectionAdapter."""
+
+    rotation: torch.Tensor | None = None  # [E, K/b, b, b]
+    lora_a: torch.Tensor | None = None  # [E, r, K]
+    lora_b: torch.Tensor | None = None  # [E, N, r]
+    scaling: float = 1.0
+
+    def per_expert(self) -> list[ProjectionAdapter]:
+        """One entry per expert. Unbinding once makes the gradient one stack instead of E padded copies."""
+        stacks = [self.rotation, self.lora_a, self.lora_b]
+        count = next(len(stack) for stack in stacks if stack is not None)
+        rows = zip(*([None] * count if stack is None else stack.unbind(0) for stack in stacks), strict=True)
+        return [ProjectionAdapter(rotation=r, lora_a=a, lora_b=b, scaling=self.scaling) for r, a, b in rows]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertAdapters:
+    """The adapters of a layer's experts; None leaves a projection as it is."""
+
+    gate: StackedAdapter | None = None  # K = H, N = I
+    up: StackedAdapter | None = None  # K = H, N = I
+    down: StackedAdapter | None = None  # K = I, N = H
+
+
+def frozen_experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13_packed: torch.Tensor,
+    w13_scale: torch.Tensor | None,
+    w2_packed: torch.Tensor,
+    w2_scale: torch.Tensor | None,
+    fmt: str,
+    adapter: ExpertAdapters | None = None,
+    w13_global_scale: torch.Tensor | None = None,
+    w2_global_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y [T, H] = sum over slots j of weights[t, j] * expert(expert_ids[t, j])(x[t]).
+
+    x [T, H]; expert_ids [T, k] integers; weights [T, k]; w13 [E, 2I, ...] with the gate rows first; w2 [E, H, ...],
+    packed and scaled as `orbit_kernels.decode.dequantize` says. The weighted sum runs in the dtype of x.
+    """
+    tokens, slots = expert_ids.shape
+    order, hit, counts = sort_by_expert(expert_ids)  # order [T*k]
+    rows = x.index_select(0, torch.div(order, slots, rounding_mode="floor"))  # [T*k, H], grouped by expert
+    gates, ups, downs = (_per_expert(adapter, name) for name in ("gate", "up", "down"))
+    outputs = [
+        expert_mlp(
+            chunk,
+            w13_packed[expert],
+            _row(w13_scale, expert),
+            w2_packed[expert],
+            _row(w2_scale, expert),
+            fmt,
+            gate_adapter=gates[expert] if gates else None,
+            up_adapter=ups[expert] if ups else None,
+            down_adapter=downs[expert] if downs else None,
+            w13_global_scale=_row(w13_global_scale, expert),
+            w2_global_scale=_row(w2_global_scale, expert),
+        )
+        for expert, chunk in zip(hit, rows.split(counts), strict=True)
+    ]
+    grouped = torch.cat(outputs) if outputs else rows  # [T*k, H]
+    return combine_slots(grouped, order, weights.detach(), tokens)
+
+
+def sort_by_expert(expert_ids: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+    """(order [T*k] that sorts the flat slots by expert and keeps token order, experts hit, rows of each)."""
+    flat = expert_ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    hit, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    return order, hit.tolist(), counts.tolist()
+
+
+def combine_slots(grouped: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, tokens: int) -> torch.Tensor:
+    """y [T, H] from rows [T*k, H] in the order of `sort_by_expert`: weighted, summed over slots 0..k-1 in turn."""
+    slots = weights.shape[-1]
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    by_slot = grouped.index_select(0, inverse).view(tokens, slots, grouped.shape[-1])  # [T, k, H]
+    weighted = by_slot * weights.to(grouped.dtype).unsqueeze(-1)
+    return sum(weighted.unbind(1)[1:], start=weighted[:, 0])
+
+
+def expert_mlp(
+    rows: torch.Tensor,
+    w13_packed: torch.Tensor,
+    w13_scale: torch.Tensor | None,
+    w2_packed: torch.Tensor,
+    w2_scale: torch.Tensor | None,
+    fmt: str,
+    gate_adapter: ProjectionAdapter | None = None,
+    up_adapter: ProjectionAdapter | None = None,
+    down_adapter: ProjectionAdapter | None = None,
+    w13_global_scale: torch.Tensor | None = None,
+    w2_global_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One expert: y [R, H] = (silu(gate(x)) * up(x)) W2^T for x [R, H]; w13 [2I, ...] (gate rows first), w2 [H, ...].
+
+    FP8: gate and up have their own scale blocks, so w13_scale has 2 * ceil(I/128) rows.
+    """
+    if fmt == "fp8" or _rotated(gate_adapter) or _rotated(up_adapter):
+        halves = zip(w13_packed.chunk(2), _halve(w13_scale), (gate_adapter, up_adapter), strict=True)
+        gate, up = (
+            frozen_linear(_rotate(rows, adapter), packed, scale, fmt, w13_global_scale)
+            for packed, scale, adapter in halves
+        )  # each [R, I]
+    else:
+        gate, up = frozen_linear(rows, w13_packed, w13_scale, fmt, w13_global_scale).chunk(2, -1)
+    hidden = F.silu(_add_lora(gate, rows, gate_adapter)) * _add_lora(up, rows, up_adapter)  # [R, I]
+    output = frozen_linear(_rotate(hidden, down_adapter), w2_packed, w2_scale, fmt, w2_global_scale)  # [R, H]
+    return _add_lora(output, hidden, down_adapter)
+
+
+def rotate_blocks(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """x [R, K] times a block-diagonal matrix given as its blocks [K/b, b, b]."""
+    blocks = x.reshape(x.shape[0], *rotation.shape[:2]).transpose(0, 1)  # [K/b, R, b]
+    return torch.bmm(blocks, rotation.to(x.dtype)).transpose(0, 1).reshape(x.shape)
+
+
+def _rotated(adapter: ProjectionAdapter | None) -> bool:
+    return adapter is not None and adapter.rotation is not None
+
+
+def _rotate(x: torch.Tensor, adapter: ProjectionAdapter | None) -> torch.Tensor:
+    return rotate_blocks(x, adapter.rotation) if _rotated(adapter) else x
+
+
+def _add_lora(y: torch.Tensor, x: torch.Tensor, adapter: ProjectionAdapter | None) -> torch.Tensor:
+    """y [R, N] + scaling * (x A^T) B^T (2106.09685); y itself where there is no LoRA."""
+    if adapter is None or adapter.lora_a is None:
+        return y
+    low_rank = F.linear(F.linear(x, adapter.lora_a.to(x.dtype)), adapter.lora_b.to(x.dtype))
+    return y + adapter.scaling * low_rank
+
+
+def _per_expert(adapter: ExpertAdapters | None, name: str) -> Sequence[ProjectionAdapter] | None:
+    stacked = getattr(adapter, name) if adapter is not None else None
+    return stacked.per_expert() if stacked is not None else None
+
+
+def _halve(scale: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if scale is None else scale.chunk(2)
+
+
+def _row(stack: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if stack is None else stack[expert]

@@ -1,0 +1,3 @@
+"""Orbit: reinforcement learning of language models on a frozen low-precision base."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,220 @@
+"""Adapters as PEFT folders: adapter_config.json and adapter_model.safetensors (PEFT 0.18 and later).
+
+Written are the float32 masters: OFT's skew vectors (`<path>.oft_R.weight`, [n, b(b-1)/2]) and LoRA's A and B
+(`<path>.lora_A.weight`); routed experts one by one (`...mlp.experts.5.gate_proj.lora_A.weight`), the layout that SGLang
+reads and that PEFT folds into its fused experts on load (LoRA; PEFT has no OFT for experts). rsLoRA leaves resolved:
+alpha / r is the scaling.
+Read are such folders and PEFT's own `target_parameters` layout of LoRA experts. What would change the maths and is not
+ours (DoRA, COFT, the exact Cayley branch, rank patterns ...) is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from orbit_cli.adapters.bank import AdapterBank
+from orbit_cli.adapters.bundle import replace_folder, sync_files
+from orbit_cli.adapters.inject import LAYER
+from orbit_cli.adapters.peft_experts import is_fused, split_fused_experts
+from orbit_cli.adapters.sites import EXPERT_PROJECTIONS
+from orbit_cli.errors import CheckpointError
+from orbit_cli.types import AdapterSpec
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PEFT_VERSION = "0.21.2"  # whose conventions are written: Cayley-Neumann as of 0.18
+SUFFIXES = {"oft_R.weight": "oft_skew", "lora_A.weight": "lora_A", "lora_B.weight": "lora_B"}
+REFUSED = {
+    "OFT": {"coft": False, "block_share": False, "bias": "none", "fan_in_fan_out": False, "modules_to_save": None},
+    "LORA": {
+        "use_dora": False,
+        "bias": "none",
+        "lora_bias": False,
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeftFolder:
+    """A PEFT adapter as read: what it is, the layers it touches, its tensors by PEFT's names without the prefix."""
+
+    path: Path
+    spec: AdapterSpec
+    layers: list[int]
+    config: dict
+    tensors: dict[str, Tensor]
+
+
+def export_peft(bank: AdapterBank, folder: Path, *, base_model: str) -> Path:
+    """Write the bank's masters as a PEFT folder, complete or not at all; an older folder of that name is replaced.
+
+    base_model: what PEFT should load under it (a path or hub name). Returns the folder.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
+    partial.mkdir()
+    peft_suffix = {ours: theirs for theirs, ours in SUFFIXES.items()}
+    tensors = {}
+    for name, tensor in bank.named_state().items():
+        path, _, suffix = name.rpartition(".")
+        tensors[f"{PREFIX}{path}.{peft_suffix[suffix]}"] = tensor.cpu().contiguous()
+    try:
+        save_file(tensors, partial / TENSORS_FILE, metadata={"format": "pt"})
+        (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(bank, base_model), indent=2) + "\n")
+        sync_files(partial)
+        replace_folder(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _peft_config(bank: AdapterBank, base_model: str) -> dict:
+    spec = bank.spec
+    layers = sorted({int(found[1]) for site in bank.sites if (found := LAYER.search(site.module))})
+    config = {
+        "base_model_name_or_path": os.fspath(base_model),
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "target_modules": sorted({*spec.targets, *spec.expert_targets}),
+        "layers_to_transform": layers,
+        "layers_pattern": "layers",
+        "bias": "none",
+        "modules_to_save": None,
+        "fan_in_fan_out": False,
+        "peft_version": PEFT_VERSION,
+    }
+    if spec.kind == "oft":
+        config |= {
+            "peft_type": "OFT",
+            "r": 0,
+            "oft_block_size": spec.block_size,
+            "use_cayley_neumann": True,
+            "num_cayley_neumann_terms": spec.neumann_terms,
+            "coft": False,
+            "block_share": False,
+            "module_dropout": 0.0,
+        }
+    else:
+        config |= {
+            "peft_type": "LORA",
+            "r": spec.rank,
+            "lora_alpha": spec.scaling * spec.rank,
+            "use_rslora": False,
+            "use_dora": False,
+            "lora_dropout": 0.0,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
+    return config
+
+
+def read_peft(folder: Path) -> PeftFolder:
+    """Read a PEFT folder. Raises CheckpointError if it is missing, unreadable or of another kind of adapter."""
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        stored = load_file(folder / TENSORS_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} is no PEFT adapter: {error}; it needs {CONFIG_FILE} and {TENSORS_FILE}"
+        ) from error
+    _refuse(folder, config)
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+    paths = {name.rsplit(".", 2)[0] for name in tensors}
+    layers = sorted({int(found[1]) for path in paths if (found := LAYER.search(path))})
+    spec = _spec(folder, config, tensors, paths)
+    return PeftFolder(path=folder, spec=spec, layers=layers, config=config, tensors=tensors)
+
+
+def _refuse(folder: Path, config: dict) -> None:
+    kind = config.get("peft_type")
+    if kind not in REFUSED:
+        raise CheckpointError(f"{folder} holds a {kind} adapter; supported are {', '.join(REFUSED)}")
+    for key, only in REFUSED[kind].items():
+        if config.get(key, only) not in (only, None, {}, []):
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE} has {key}={config[key]!r}, which would compute another function; "
+                f"only {key}={only!r} is supported"
+            )
+    if kind != "OFT":
+        return
+    if not config.get("use_cayley_neumann", False):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} has use_cayley_neumann=false, which rotates the other way round; negate its oft_R "
+            "tensors and set use_cayley_neumann=true"
+        )
+    version = config.get("peft_version", "0")
+    if tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2]) < (0, 18):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} was written by PEFT {version}, whose Cayley-Neumann series is another one; "
+            "use an adapter of PEFT 0.18 or later"
+        )
+
+
+def _spec(folder: Path, config: dict, tensors: dict[str, Tensor], paths: set[str]) -> AdapterSpec:
+    """The spec, read from the tensors where both say it: a saved block size can differ from what was used."""
+    linears = {path for path in paths if ".mlp.experts" not in path}
+    targets = tuple(sorted({path.rsplit(".", 1)[-1] for path in linears}))
+    experts = tuple(p for p in EXPERT_PROJECTIONS if any(".experts." in path and path.endswith(p) for path in paths))
+    if config["peft_type"] == "OFT":
+        widths = {tensor.shape[1] for tensor in tensors.values()}
+        if len(widths) != 1:
+            raise CheckpointError(f"{folder / TENSORS_FILE} mixes OFT block sizes; one block size is supported")
+        width = widths.pop()
+        return AdapterSpec(
+            kind="oft",
+            targets=targets,
+            expert_targets=experts,
+            block_size=round((1 + (1 + 8 * width) ** 0.5) / 2),  # width = b(b-1)/2
+            neumann_terms=config.get("num_cayley_neumann_terms", 5),
+        )
+    if any(is_fused(path) for path in paths):
+        fused = config.get("target_parameters") or []
+        experts = tuple(
+            p for p in EXPERT_PROJECTIONS if any(t.endswith("down_proj") == (p == "down_proj") for t in fused)
+        )
+    rank = config["r"]
+    scaling = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+    return AdapterSpec(kind="lora", targets=targets, expert_targets=experts, rank=rank, scaling=scaling)
+
+
+def load_peft(bank: AdapterBank, folder: Path) -> None:
+    """Start the bank from a PEFT folder, bit for bit. Raises CheckpointError if it is another kind of adapter."""
+    read = read_peft(folder)
+    _compare(read, bank.spec)
+    tensors = split_fused_experts(read.tensors, bank.sites, read.path) if read.spec.kind == "lora" else read.tensors
+    state = {}
+    for name, tensor in tensors.items():
+        path, suffix, _ = name.rsplit(".", 2)
+        if f"{suffix}.weight" not in SUFFIXES:
+            raise CheckpointError(f"{read.path / TENSORS_FILE} has a tensor {name} that no adapter here has")
+        state[f"{path}.{SUFFIXES[suffix + '.weight']}"] = tensor.to(torch.float32)
+    bank.load_state(state)
+
+
+def _compare(read: PeftFolder, spec: AdapterSpec) -> None:
+    for field in ("kind", "block_size", "neumann_terms", "rank", "scaling"):
+        stored, own = getattr(read.spec, field), getattr(spec, field)
+        if abs(stored - own) > 1e-9 * abs(own) if field == "scaling" else stored != own:
+            key = "alpha" if field == "scaling" else field
+            value = stored * spec.rank if field == "scaling" else stored
+            raise CheckpointError(
+                f"{read.path} has {field}={stored} but this run has {own}, which is another function of the same "
+                f"tensors; set adapter.{key}={value}"
+            )

@@ -1,0 +1,64 @@
+"""Where an adapter sits: one linear, or one projection of all routed experts of a layer.
+
+An AdaptedTensor is what the run prints before training (F7 of the field bugs: nothing is adapted in silence) and what
+the bank lays its storage out by. Left out: the numbers (bank.py) and the modules (inject.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orbit_cli.types import AdapterSpec
+
+EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedTensor:
+    """One adapted weight, or the same projection of `experts` experts.
+
+    >>> AdaptedTensor(module="model.layers.3.mlp.experts", projection="gate_proj", experts=8, in_features=64,
+    ...               out_features=32, shapes={"oft_R": (2, 32, 32)}, parameters=8 * 2 * 496).name
+    'model.layers.3.mlp.experts.*.gate_proj'
+    """
+
+    module: str  # checkpoint path of the linear, or of the experts' container
+    projection: str  # last path component: q_proj, gate_proj, ...
+    experts: int  # 0: a plain linear
+    in_features: int
+    out_features: int
+    shapes: dict[str, tuple[int, ...]]  # of each tensor that is multiplied by, for one linear (or one expert)
+    parameters: int  # trainable numbers, over all experts
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.*.{self.projection}" if self.experts else self.module
+
+    @property
+    def paths(self) -> list[str]:
+        """Checkpoint module paths, one per expert in order (a plain linear has one)."""
+        if not self.experts:
+            return [self.module]
+        return [f"{self.module}.{expert}.{self.projection}" for expert in range(self.experts)]
+
+
+def adapted_tensor(
+    spec: AdapterSpec, *, module: str, projection: str, experts: int, in_features: int, out_features: int
+) -> AdaptedTensor:
+    """The site with its shapes and parameter count under `spec`."""
+    if spec.kind == "oft":
+        b = spec.block_size
+        shapes = {"oft_R": (in_features // b, b, b)}
+        count = in_features // b * (b * (b - 1) // 2)
+    else:
+        shapes = {"lora_A": (spec.rank, in_features), "lora_B": (out_features, spec.rank)}
+        count = spec.rank * (in_features + out_features)
+    return AdaptedTensor(
+        module=module,
+        projection=projection,
+        experts=experts,
+        in_features=in_features,
+        out_features=out_features,
+        shapes=shapes,
+        parameters=count * max(experts, 1),
+    )

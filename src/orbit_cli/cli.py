@@ -1,0 +1,56 @@
+"""The `orbit` command: one Typer command per module in commands/, and what becomes of exceptions.
+
+Imports nothing heavy: `orbit --help` must not wait for torch, Hydra or SGLang. Every knob is a config field, so the
+commands have no options but `--multirun` and `--cfg`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from orbit_cli.commands import config, doctor, evaluate, quantize, report, rollout, sync_test, train
+from orbit_cli.errors import OrbitError
+
+HELP = """\
+Reinforcement learning of language models on a frozen low-precision base with a small adapter.
+
+Every setting is an override, key=value: `orbit config` shows them all, `orbit config explain KEY` says what one means.
+
+\b
+    orbit train                                        the main job, on any machine
+    orbit train model=tiny_moe adapter=lora trainer.steps=5
+    orbit train recipe=smoke_moe_lora                  a recipe by name
+    orbit train -m adapter=oft,lora seed=1,2           a sweep: a run each, and a summary table
+    orbit report runs/NAME                             what came out of a run
+"""
+
+app = typer.Typer(
+    name="orbit",
+    help=HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+app.command("train")(train.train)
+app.command("rollout")(rollout.rollout)
+app.command("eval")(evaluate.evaluate)
+app.command("quantize")(quantize.quantize)
+app.command("sync-test")(sync_test.sync_test)
+app.command("config")(config.config)
+app.command("doctor")(doctor.doctor)
+app.command("report")(report.report)
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done, 1 failed (a traceback means a bug), 2 bad input, 130 interrupted."""
+    try:
+        app()
+    except OrbitError as error:
+        print(f"orbit: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("orbit: interrupted", file=sys.stderr)
+        sys.exit(130)

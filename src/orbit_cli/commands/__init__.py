@@ -1,0 +1,1 @@
+"""One module per command: compose the config, call one function, print its result."""

@@ -1,0 +1,33 @@
+"""`orbit config`: the composed config with where each value came from, or the manual of one key."""
+
+from __future__ import annotations
+
+from orbit_cli.commands.options import Cfg, Overrides, load_config
+from orbit_cli.errors import ConfigError
+
+
+def config(overrides: Overrides = None, cfg: Cfg = None) -> None:
+    """Show the composed config and where each value came from; or explain keys.
+
+    \b
+    orbit config
+    orbit config recipe=smoke_moe_lora trainer.steps=5
+    orbit config explain adapter.block_size
+    orbit config --cfg job > mine.yaml
+    """
+    words = overrides or []
+    if words and words[0] in ("show", "explain"):
+        verb, words = words[0], words[1:]
+    else:
+        verb = "show"
+    if verb == "explain":
+        from orbit_cli.config.explain import explain
+
+        if not words:
+            raise ConfigError("orbit config explain needs a key, for example orbit config explain adapter.block_size")
+        print("\n\n".join(explain(word) for word in words))
+        return
+    load_config(words, cfg)  # what is shown must be valid
+    from orbit_cli.config.provenance import provenance_table
+
+    print(provenance_table(words))

@@ -1,0 +1,62 @@
+"""What all commands share: overrides as the trailing argument, `--cfg job`, and completion of both."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orbit_cli.config.locate import GROUPS, group_options, recipe_names
+
+if TYPE_CHECKING:
+    from orbit_cli.config.schema import OrbitConfig
+
+
+class Show(StrEnum):
+    """What --cfg prints."""
+
+    job = "job"
+
+
+def complete_override(incomplete: str) -> list[str]:
+    """Completions of one override: groups and their options, recipes, and keys of the schema."""
+    key, equals, _ = incomplete.partition("=")
+    if equals and key in GROUPS:
+        candidates = [f"{key}={option}" for option in group_options(key)]
+    elif equals and key == "recipe":
+        candidates = [f"recipe={name}" for name in recipe_names()]
+    else:
+        from orbit_cli.config.fields import FIELDS  # only here: 30 ms that --help need not pay
+
+        leaves = {path: field for path, field in FIELDS.items() if not field.is_section}
+        candidates = [f"{group}=" for group in (*GROUPS, "recipe")]
+        candidates += [f"{path}={choice}" for path, field in leaves.items() for choice in field.choices or ("",)]
+    return [candidate for candidate in candidates if candidate.startswith(incomplete)]
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Overrides of the config, and recipe=NAME.",
+        show_default=False,
+        autocompletion=complete_override,
+    ),
+]
+Cfg = Annotated[
+    Show | None,
+    typer.Option("--cfg", help="Print the composed config as YAML and stop.", show_default=False),
+]
+
+
+def load_config(overrides: list[str] | None, cfg: Show | None) -> OrbitConfig:
+    """Compose and check the config; with --cfg print it and end the command. Raises ConfigError."""
+    from orbit_cli.config.compose import compose
+    from orbit_cli.config.serialize import to_yaml
+
+    config = compose(overrides or [])
+    if cfg is not None:
+        print(to_yaml(config), end="")
+        raise typer.Exit
+    return config

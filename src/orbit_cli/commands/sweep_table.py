@@ -1,0 +1,55 @@
+"""The table at the end of a sweep: one row per job, and the logs of those that failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from orbit_cli.telemetry.report import figures
+
+if TYPE_CHECKING:
+    from orbit_cli.commands.sweep import Job
+
+COLUMNS = ("job", "overrides", "status", "reward", "held out", "gap", "run")
+
+
+def print_table(jobs: list[Job]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold")
+    for job in jobs:
+        table.add_row(*_row(job))
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    failed = [job for job in jobs if job.exit_code]
+    for job in failed:
+        console.print(f"job {job.number} failed with exit code {job.exit_code}: {Path(job.folder) / 'log.txt'}")
+    if failed:
+        console.print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished")
+
+
+def _row(job: Job) -> list[str]:
+    status = "finished" if job.exit_code == 0 else f"failed ({job.exit_code})"
+    head = [str(job.number), " ".join(job.overrides), status]
+    if job.run is None:
+        return [*head, "-", "-", "-", "-"]
+    found = figures(job.run)
+    gap = found["logprob_gap_mean"]
+    return [
+        *head,
+        _pair(found["reward_first_fifth"], found["reward_last_fifth"]),
+        _pair(_accuracy(found["eval_before"]), _accuracy(found["eval_after"])),
+        "-" if gap is None else f"{gap:.1e}",
+        str(job.run),
+    ]
+
+
+def _accuracy(row: dict[str, Any] | None) -> float | None:
+    return None if row is None else row["accuracy"]
+
+
+def _pair(before: float | None, after: float | None) -> str:
+    return " -> ".join("-" if value is None else f"{value:.3f}" for value in (before, after))

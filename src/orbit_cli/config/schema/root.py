@@ -1,0 +1,84 @@
+"""The root of the config: one typed tree, and the checks that look at two rooms at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orbit_cli.config.schema.base import AdapterConfig, AdapterKind, ModelConfig, QuantizationConfig
+from orbit_cli.config.schema.learning import (
+    AlgorithmConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    Overlong,
+    RolloutConfig,
+    TrainerConfig,
+)
+from orbit_cli.config.schema.system import EngineConfig, HardwareConfig, LoggingConfig, RunConfig, SyncConfig
+from orbit_cli.errors import ConfigError
+
+
+@dataclass(kw_only=True, slots=True)
+class OrbitConfig:
+    """Everything a run is."""
+
+    seed: int = 0
+    """Seed of data order, sampling and initialisation."""
+    run: RunConfig
+    """The run folder."""
+    model: ModelConfig
+    """The base model."""
+    quantization: QuantizationConfig
+    """The frozen base's number format."""
+    adapter: AdapterConfig
+    """The small trained part."""
+    algorithm: AlgorithmConfig
+    """The policy-gradient algorithm."""
+    environment: EnvironmentConfig
+    """Tasks, prompts and reward."""
+    rollout: RolloutConfig
+    """Sampling for training."""
+    trainer: TrainerConfig
+    """The optimisation step."""
+    evaluation: EvaluationConfig
+    """Held-out evaluation."""
+    engine: EngineConfig
+    """The SGLang rollout engine."""
+    sync: SyncConfig
+    """Publishing adapter versions and proving that they arrived."""
+    hardware: HardwareConfig
+    """The machine."""
+    logging: LoggingConfig
+    """Mirrors and console."""
+
+    def __post_init__(self) -> None:
+        needs_group = self.algorithm.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+        if needs_group and self.rollout.group_size < 2:
+            raise ConfigError(
+                f"rollout.group_size={self.rollout.group_size} gives algorithm.advantage={self.algorithm.advantage} "
+                "no baseline; set rollout.group_size=2 or more"
+            )
+        if (
+            self.algorithm.overlong is Overlong.penalty
+            and self.algorithm.overlong_buffer >= self.rollout.max_new_tokens
+        ):
+            raise ConfigError(
+                f"algorithm.overlong_buffer={self.algorithm.overlong_buffer} is not shorter than "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}"
+            )
+        if self.trainer.minibatches > self.rollout.prompts_per_step:
+            raise ConfigError(
+                f"trainer.minibatches={self.trainer.minibatches} is more than "
+                f"rollout.prompts_per_step={self.rollout.prompts_per_step}: a mini-batch would hold no whole group"
+            )
+        if self.adapter.kind is AdapterKind.lora and self.adapter.use_rslora and self.adapter.alpha <= 0:
+            raise ConfigError(f"adapter.alpha={self.adapter.alpha} must be positive")
+
+    def check_trainable(self) -> None:
+        """Refuse what can be sampled from but not trained on. Raises ConfigError."""
+        if self.rollout.top_p != 1.0 or self.rollout.top_k != -1:
+            raise ConfigError(
+                f"rollout.top_p={self.rollout.top_p} and top_k={self.rollout.top_k} sample from a truncated policy "
+                "whose log-probs the trainer does not have; set rollout.top_p=1 and rollout.top_k=-1"
+            )
+        if self.rollout.temperature == 0:
+            raise ConfigError("rollout.temperature=0 is greedy: there is no ratio to train on; set it above 0")

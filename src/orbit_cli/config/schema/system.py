@@ -1,0 +1,145 @@
+"""Config of where it runs: run folder, engine, adapter sync, hardware, logging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from orbit_cli.errors import ConfigError
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """The run folder."""
+
+    root: str = "runs"
+    """Folder that holds the run folders."""
+    name: str | None = None
+    """Name of the run; null makes one from model, adapter, environment and time. The folder is always new."""
+    resume: str | None = None
+    """Run folder to go on with, or auto: the newest unfinished run below run.root with the same config."""
+    adapter: str | None = None
+    """rollout, eval, sync-test: adapter to load: a PEFT folder, or a run folder (its last adapter)."""
+    output: str | None = None
+    """rollout: the JSONL or Parquet file to write; null: inside the run folder."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineConfig:
+    """The SGLang rollout engine, embedded in this process with its scheduler beside it."""
+
+    max_total_tokens: int | None = None
+    """Size of the KV cache in tokens; null lets SGLang decide (GPU) or takes 65536 (CPU)."""
+    max_running_requests: int = 64
+    """Sequences decoded together at most."""
+    mem_fraction_static: float = 0.7
+    """GPU: share of memory for weights and KV cache."""
+    attention_backend: str | None = None
+    """SGLang attention backend; null: torch_native on a CPU, triton on a GPU."""
+    moe_runner_backend: str = "triton"
+    """Must hold the base in the layout the trainer reads: triton."""
+    live_versions: int = 2
+    """Adapter versions that can be served at the same time, the base not counted."""
+    tensor_parallel: int = 1
+    """GPUs (or CPU ranks) of the engine."""
+    start_timeout_s: float = 600.0
+    """Time for the engine to start before it counts as failed."""
+    cuda_graph_max_bs: int = 64
+    """GPU: largest batch captured as a CUDA graph; 0 switches graphs off."""
+    log_level: str = "warning"
+    """Level of the engine's own log, which goes to engine.log in the run folder."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further SGLang ServerArgs, passed on as they are; a name SGLang does not know is refused."""
+
+    def __post_init__(self) -> None:
+        if self.live_versions < 2:
+            raise ConfigError(
+                f"engine.live_versions={self.live_versions} leaves no slot for the next version; set at least 2"
+            )
+
+
+class Inject(StrEnum):
+    """A fault that sync-test makes on purpose."""
+
+    none = "none"
+    withhold = "withhold"
+    wrong_version = "wrong_version"
+    alter_base = "alter_base"
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncConfig:
+    """Publishing an adapter version and proving that it arrived."""
+
+    probe_prompts: int = 4
+    """Fixed prompts scored by engine and trainer after every publish."""
+    probe_tokens: int = 24
+    """Tokens of each probe prompt that are scored."""
+    max_mean_gap: float = 0.01
+    """Largest allowed mean |log-prob difference| between engine and trainer, on probes and on every training batch."""
+    movement_share: float = 0.5
+    """The engine's log-probs must move by at least this share of what the trainer's moved since the last version."""
+    swaps: int = 3
+    """sync-test: adapter versions published while requests are in flight."""
+    flight_tokens: int = 32
+    """sync-test: length of the requests that are in flight during a swap."""
+    inject: Inject = Inject.none
+    """sync-test: break it on purpose (withhold, wrong_version, alter_base) to see that the test fails."""
+
+
+class Device(StrEnum):
+    """Where tensors live."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(kw_only=True, slots=True)
+class HardwareConfig:
+    """The machine."""
+
+    name: str
+    """Name for the records."""
+    device: Device = Device.cpu
+    """cpu or cuda."""
+    gpus: int = 0
+    """GPUs used."""
+    threads: int | None = None
+    """CPU threads of trainer and engine each (they take turns); null: all cores."""
+    memory_gib: float | None = None
+    """Memory of one GPU (or of the machine, on a CPU); null: not known."""
+
+
+class WandbMode(StrEnum):
+    """Mirror to Weights & Biases."""
+
+    off = "off"
+    offline = "offline"
+    online = "online"
+
+
+class ConsoleMode(StrEnum):
+    """Progress on the terminal."""
+
+    auto = "auto"
+    rich = "rich"
+    plain = "plain"
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggingConfig:
+    """What is written, and where, besides the run folder."""
+
+    wandb: WandbMode = WandbMode.off
+    """off, offline or online. Nothing needs W&B, and nothing it does stops a run."""
+    project: str = "orbit"
+    """W&B project."""
+    entity: str | None = None
+    """W&B entity."""
+    tags: list[str] = field(default_factory=list)
+    """W&B tags."""
+    console: ConsoleMode = ConsoleMode.auto
+    """rich: a live table; plain: one line a step; auto: rich on a terminal."""
+    samples_per_step: int = 4
+    """Samples written to samples.jsonl each step, to be read by people."""

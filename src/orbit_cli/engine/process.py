@@ -1,0 +1,202 @@
+"""The engine's process as its owner sees it: started, talked to, watched, and ended without leftovers.
+
+SGLang starts processes of its own, installs signal handlers, kills process groups when one of them fails and writes to
+the console. All of that happens in a process (host.py) with its own session and its own log file, so a failing engine
+is an exception here, Ctrl-C reaches only us, and when we die in whatever way the engine dies too (the channel closes,
+and the kernel signals it). One thread per engine starts the process and reads its answers for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from typing import Any
+
+from orbit_cli.engine.channel import Channel
+from orbit_cli.errors import EngineError, OrbitError
+
+_TAIL_LINES = 25
+_END_TIMEOUT_S = 15.0
+
+
+class EngineProcess:
+    """One running engine. Calls return futures; every future fails with EngineError once the process is gone."""
+
+    def __init__(self, settings: dict[str, Any], environment: dict[str, str], log_path: Path):
+        self.settings, self.environment, self.log_path = settings, environment, Path(log_path)
+        self._numbers = itertools.count()
+        self._pending: dict[int, Future] = {}
+        self._lock = threading.Lock()
+        self._failure: EngineError | None = None
+        self._process: subprocess.Popen | None = None
+        self._channel: Channel | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, timeout_s: float) -> dict[str, Any]:
+        """Start and wait until the engine serves; returns its first report. Raises EngineError or the refusal."""
+        launched: queue.Queue = queue.Queue()
+        ready = self._expect(next(self._numbers))
+        # The kernel ties "die with your parent" to the thread that forked, so the thread that reads also forks.
+        self._thread = threading.Thread(target=self._own, args=(launched,), name="orbit-engine", daemon=True)
+        self._thread.start()
+        error = launched.get()
+        if error is not None:
+            raise EngineError(f"the engine's process could not be started: {error}") from error
+        self._channel.send((0, "start", self.settings))
+        try:
+            return ready.result(timeout=timeout_s)
+        except TimeoutError:
+            failure = EngineError(
+                f"the engine did not start within engine.start_timeout_s={timeout_s:g} seconds; its last lines:\n"
+                f"{self.tail()}"
+            )
+            self.end()
+            raise failure from None
+        except BaseException:
+            self.end()
+            raise
+
+    def call(self, operation: str, **payload: Any) -> Future:
+        """Ask for one operation of host.py."""
+        number = next(self._numbers)
+        future = self._expect(number)
+        if self._failure is None and self._channel is not None:
+            try:
+                self._channel.send((number, operation, payload))
+            except OSError:
+                self._fail()
+        return future
+
+    def alive(self) -> bool:
+        return self._failure is None and self._process is not None and self._process.poll() is None
+
+    def tail(self, lines: int = _TAIL_LINES) -> str:
+        """The last lines that the engine's processes wrote."""
+        try:
+            with open(self.log_path, "rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
+                text = log.read().decode(errors="replace")
+        except OSError as error:
+            return f"({self.log_path} cannot be read: {error})"
+        kept = [line for line in text.splitlines() if line.strip()]
+        return "\n".join(kept[-lines:]) or f"({self.log_path} is empty)"
+
+    def end(self) -> None:
+        """End every process of the engine's session and wait for it. Safe at any time and more than once."""
+        process = self._process
+        with self._lock:
+            if self._failure is None:
+                self._failure = EngineError("the engine was shut down")
+        if process is None:
+            return
+        # Not reaped yet, so the number still names our process group: nothing else can be hit.
+        if process.returncode is None:
+            _kill_group(process.pid)
+            process.wait()
+        _wait_for_group(process.pid)
+        if self._channel is not None:
+            self._channel.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_END_TIMEOUT_S)
+        self._fail_pending()
+
+    # The owning thread --------------------------------------------------------------------------------------------
+
+    def _own(self, launched: queue.Queue) -> None:
+        try:
+            self._launch()
+        except OSError as error:
+            launched.put(error)
+            return
+        launched.put(None)
+        while True:
+            try:
+                number, good, value = self._channel.receive()
+            except (EOFError, OSError):
+                break
+            self._resolve(number, good, value)
+        self._fail()
+
+    def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, open(self.log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "orbit_cli.engine.host", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=self.environment,
+            )
+        self._channel = Channel(ours)
+
+    def _expect(self, number: int) -> Future:
+        future: Future = Future()
+        with self._lock:
+            if self._failure is not None:
+                future.set_exception(self._failure)
+            else:
+                self._pending[number] = future
+        return future
+
+    def _resolve(self, number: int, good: bool, value: Any) -> None:
+        with self._lock:
+            future = self._pending.pop(number, None)
+        if future is None:
+            return
+        try:
+            if good:
+                future.set_result(value)
+            else:
+                future.set_exception(value if isinstance(value, OrbitError) else EngineError(str(value)))
+        except InvalidStateError:
+            pass  # the caller gave up on it
+
+    def _fail(self) -> None:
+        """The process is gone: wait for its end, then fail everything that waits, with its last lines."""
+        deadline = time.monotonic() + 5.0
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with self._lock:
+            if self._failure is None:
+                code = self._process.returncode
+                how = f"ended with exit code {code}" if code is not None else "closed its channel"
+                self._failure = EngineError(f"the engine {how}; its last lines ({self.log_path}):\n{self.tail()}")
+        if self._process.returncode is None:
+            _kill_group(self._process.pid)
+        self._fail_pending()
+
+    def _fail_pending(self) -> None:
+        with self._lock:
+            waiting, self._pending = list(self._pending.values()), {}
+        for future in waiting:
+            if not future.done():
+                future.set_exception(self._failure)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _wait_for_group(leader: int) -> None:
+    """Until no process of the group is left; all of them were signalled, this only waits."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(leader, 0)
+        except (ProcessLookupError, PermissionError):
+            return
+        time.sleep(0.02)

@@ -1,0 +1,135 @@
+"""Where the parts are put together: the one room that knows every other.
+
+Each command calls one function of this room (or of the one room that does its work); no other room imports it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from orbit_cli.adapters.peft_io import load_peft
+from orbit_cli.adapters.spec import spec_from_config
+from orbit_cli.config.schema.base import ComputeDtype
+from orbit_cli.config.schema.root import OrbitConfig
+from orbit_cli.config.schema.system import Device
+from orbit_cli.engine.sglang_engine import SGLangEngine
+from orbit_cli.environments.protocol import Environment
+from orbit_cli.environments.registry import build_environment
+from orbit_cli.errors import ConfigError
+from orbit_cli.models.build import TrainerModel, build_model
+from orbit_cli.quantization.base_model import prepare_base
+from orbit_cli.rollout.chat import Chat
+from orbit_cli.rollout.generator import Generator
+from orbit_cli.runs.adapters import ServedAdapter
+from orbit_cli.types import AdapterSpec
+
+
+@dataclass(kw_only=True, slots=True)
+class Serving:
+    """A running engine with all that is needed to sample and score with it."""
+
+    base: Path
+    spec: AdapterSpec
+    engine: SGLangEngine
+    environment: Environment
+    chat: Chat
+    generator: Generator
+
+
+def compute_dtype(config: OrbitConfig) -> torch.dtype:
+    """Activations of trainer and engine: float32 on a CPU, bfloat16 on a GPU, unless the config says otherwise."""
+    if config.model.dtype is ComputeDtype.auto:
+        return torch.float32 if config.hardware.device is Device.cpu else torch.bfloat16
+    return getattr(torch, str(config.model.dtype))
+
+
+def set_threads(config: OrbitConfig) -> None:
+    """CPU threads of this process (the engine takes the same number; the two take turns)."""
+    torch.set_num_threads(config.hardware.threads or os.cpu_count() or 1)
+
+
+def check_device(config: OrbitConfig) -> None:
+    """Refuse hardware that is not here. Raises ConfigError."""
+    if config.hardware.device is not Device.cuda:
+        return
+    found = torch.cuda.device_count()
+    if found < max(1, config.hardware.gpus):
+        raise ConfigError(
+            f"hardware={config.hardware.name} needs {max(1, config.hardware.gpus)} GPU(s) but this machine shows {found}; "
+            "set hardware=cpu or run where the GPUs are"
+        )
+
+
+@contextmanager
+def serving(
+    config: OrbitConfig,
+    engine_log: Path,
+    notify: Callable[[str], None],
+    *,
+    adapter: ServedAdapter | None = None,
+    served_base: Path | None = None,
+) -> Iterator[Serving]:
+    """Prepare the base, start the engine on it, and stop the engine at the end, whatever happens.
+
+    The engine gets room for `adapter` as it was read from disk, else for the adapter that the config describes.
+    `served_base` gives the engine another base folder than the trainer's; only sync-test does that, to see it fail.
+    """
+    check_device(config)
+    set_threads(config)
+    environment = build_environment(config.environment, config.seed, config.evaluation.prompts)
+    base = prepare_base(config.model, config.quantization, notify)
+    chat = Chat(Path(config.model.tokenizer) if config.model.tokenizer else base, config.model.stop_token_ids)
+    spec = adapter.version.spec if adapter else spec_from_config(config.adapter)
+    engine = SGLangEngine(
+        served_base or base,
+        spec,
+        engine=config.engine,
+        hardware=config.hardware,
+        model_dtype=str(compute_dtype(config)).removeprefix("torch."),
+        seed=config.seed,
+        log_path=engine_log,
+    )
+    notify("starting the SGLang engine")
+    generator = Generator(
+        engine,
+        environment,
+        chat,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_turns=config.environment.max_turns,
+    )
+    try:
+        engine.start()
+        yield Serving(
+            base=base, spec=spec, engine=engine, environment=environment, chat=chat, generator=generator
+        )
+    finally:
+        generator.close()
+        environment.close()
+        engine.shutdown()
+
+
+def trainer_model(config: OrbitConfig, base: Path, spec: AdapterSpec) -> TrainerModel:
+    """The trainer's model on the same base, with its adapter (from `adapter.init_from` if that is set)."""
+    model = build_model(
+        base,
+        spec,
+        layers=config.adapter.layers,
+        device=str(config.hardware.device),
+        dtype=compute_dtype(config),
+        seed=config.seed,
+    )
+    if config.adapter.init_from:
+        load_peft(model.bank, Path(config.adapter.init_from))
+    return model
+
+
+def probe_tokens(config: OrbitConfig, serving: Serving) -> list[list[int]]:
+    """The fixed probe prompts: the ends of held-out prompts, `sync.probe_tokens` tokens each."""
+    prompts = serving.environment.eval_prompts(config.sync.probe_prompts)
+    return [serving.chat.prompt_tokens(p.messages)[-config.sync.probe_tokens :] for p in prompts]

@@ -1,0 +1,106 @@
+"""`orbit train`: put a session together, run the loop, leave a run folder that tells all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orbit_cli.adapters.peft_io import export_peft
+from orbit_cli.config.schema.root import OrbitConfig
+from orbit_cli.errors import ParityError
+from orbit_cli.models.build import TrainerModel
+from orbit_cli.quantization.identity import base_checksum
+from orbit_cli.rollout.source import RolloutSource
+from orbit_cli.runs.assembly import Serving, compute_dtype, probe_tokens, serving, trainer_model
+from orbit_cli.sync.publisher import Publisher
+from orbit_cli.telemetry.receipts import AdaptedRow
+from orbit_cli.telemetry.recorder import Recorder
+from orbit_cli.telemetry.report import figures, write_report
+from orbit_cli.telemetry.run_folder import RunFolder
+from orbit_cli.trainer.checkpoint import TrainState, list_checkpoints, load_checkpoint
+from orbit_cli.trainer.interrupt import StopRequest
+from orbit_cli.trainer.loop import Session, train_loop
+from orbit_cli.trainer.optimizer import make_optimizer
+
+
+def train(config: OrbitConfig) -> dict[str, Any]:
+    """Run (or resume) a training. Returns the figures of the report.
+
+    Raises KeyboardInterrupt after a clean stop by Ctrl-C, OrbitError for all that is foreseen; the run folder's status
+    says which.
+    """
+    config.check_trainable()
+    folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config)
+    recorder = Recorder(folder, config)
+    with folder.running(), recorder, StopRequest() as stop:
+        with serving(config, folder.engine_log, recorder.notify) as served:
+            model = trainer_model(config, served.base, served.spec)
+            session = _session(config, folder, recorder, stop, served, model)
+            frozen = model.checksum()
+            recorder.receipts(_adapted_rows(model), _facts(config, served, model, frozen))
+            train_loop(session)
+            if model.checksum() != frozen:
+                raise ParityError("the trainer's frozen base changed during the run; its adapter cannot be trusted")
+            session.export(session.state.version)
+        result = figures(folder.path)
+        write_report(folder.path)
+        if stop.requested:
+            raise KeyboardInterrupt
+    return result
+
+
+def _session(
+    config: OrbitConfig,
+    folder: RunFolder,
+    recorder: Recorder,
+    stop: StopRequest,
+    served: Serving,
+    model: TrainerModel,
+) -> Session:
+    optimizer = make_optimizer(list(model.bank.parameters()), config.trainer)
+    state = TrainState()
+    if checkpoints := list_checkpoints(folder.checkpoints):
+        state, bank, moments = load_checkpoint(checkpoints[-1])
+        model.bank.load_state(bank)
+        optimizer.load_state_dict(moments)
+        recorder.notify(f"resuming after step {state.step} of {config.trainer.steps}")
+    recorder.open(state.step, state.wandb_id)
+    return Session(
+        config=config,
+        state=state,
+        model=model,
+        optimizer=optimizer,
+        source=RolloutSource(served.engine, served.environment, served.generator, config, recorder.turn),
+        publisher=Publisher(served.engine, model, probe_tokens(config, served), config.sync),
+        recorder=recorder,
+        export=lambda version: export_peft(model.bank, folder.adapter(version), base_model=str(served.base)),
+        stop=stop,
+    )
+
+
+def _facts(config: OrbitConfig, served: Serving, model: TrainerModel, frozen: str) -> list[tuple[str, str]]:
+    """What only the loaded parts know."""
+    base = sum(value for name, value in model.memory().items() if name.startswith("base"))
+    return [
+        ("base folder", str(served.base)),
+        ("base files", f"sha256 {base_checksum(served.base)[:16]}"),
+        ("frozen weights", f"{base / 2**20:.1f} MiB in the trainer, sha256 {frozen[:16]}"),
+        ("activations", f"{compute_dtype(config)}".removeprefix("torch.")),
+        ("adapter", f"{sum(a.parameters for a in model.adapted):,} float32 parameters, shipped as bfloat16"),
+        ("reference policy", "the base with the adapter off"),
+    ]
+
+
+def _adapted_rows(model: TrainerModel) -> list[AdaptedRow]:
+    """The list of adapted tensors, one row per target."""
+    rows: dict[tuple[str, str], AdaptedRow] = {}
+    for site in model.adapted:
+        target = f"experts.{site.projection}" if site.experts else site.projection
+        shape = f"{site.out_features} x {site.in_features}"
+        before = rows.get((target, shape))
+        rows[target, shape] = AdaptedRow(
+            name=target,
+            modules=max(site.experts, 1) + (before.modules if before else 0),
+            shape=shape,
+            parameters=site.parameters + (before.parameters if before else 0),
+        )
+    return list(rows.values())

@@ -1,0 +1,69 @@
+"""Do trainer and engine compute the same thing? The same fixed tokens are scored by both.
+
+The engine's log-probs come through its prefill path at temperature 1; the trainer's from the same token ids. What they
+may differ by is the rounding of two orders of summation, nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from orbit_cli.engine.protocol import RolloutEngine
+from orbit_cli.models.build import TrainerModel
+
+# Below this mean movement of the trainer's log-probs (nats) rounding alone can hide or feign a movement.
+NOISE_FLOOR = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """Log-probs of the fixed probe tokens on both sides, flattened [N]."""
+
+    engine: torch.Tensor  # float64
+    trainer: torch.Tensor  # float64
+
+    @property
+    def gap_mean(self) -> float:
+        return float((self.engine - self.trainer).abs().mean())
+
+    @property
+    def gap_max(self) -> float:
+        return float((self.engine - self.trainer).abs().max())
+
+
+def probe(engine: RolloutEngine, model: TrainerModel, tokens: list[list[int]], version: int | None) -> Probe:
+    """Score `tokens` on both sides with `version` (None: the base, adapters off in the trainer)."""
+    served = [value for row in engine.score(tokens, version) for value in row]
+    return Probe(
+        engine=torch.tensor(served, dtype=torch.float64),
+        trainer=trainer_scores(model, tokens, adapter=version is not None),
+    )
+
+
+@torch.no_grad()
+def trainer_scores(model: TrainerModel, tokens: list[list[int]], adapter: bool) -> torch.Tensor:
+    """Log-probs of tokens 1.. of each row at temperature 1, flattened [N], float64."""
+    width = max(map(len, tokens))
+    ids = torch.zeros((len(tokens), width), dtype=torch.long)
+    mask = torch.zeros((len(tokens), width), dtype=torch.bool)
+    for row, line in enumerate(tokens):
+        ids[row, : len(line)] = torch.tensor(line)
+        mask[row, 1 : len(line)] = True
+    lengths = torch.tensor([len(line) for line in tokens])
+
+    def score() -> torch.Tensor:
+        return model.logprobs(ids, lengths, mask, temperature=1.0, chunk=256, with_entropy=False)[0]
+
+    if adapter:
+        values = score()
+    else:
+        with model.disabled():
+            values = score()
+    return values.cpu()[mask].double()
+
+
+def moved(before: torch.Tensor, after: torch.Tensor) -> float:
+    """Mean |difference| between two scorings of the same tokens."""
+    return float((after - before).abs().mean())

@@ -1,0 +1,95 @@
+"""Publish adapter versions to the engine and prove that each arrived.
+
+A publish is believed only when: the engine reports the checksum of what it holds and it is ours; the engine's log-probs
+moved when the trainer's did; the gap between the two sides is within its limit; the base under it is unchanged.
+Anything else stops the run with what was wrong.
+"""
+
+from __future__ import annotations
+
+import time
+
+from orbit_cli.config.schema.system import SyncConfig
+from orbit_cli.engine.protocol import RolloutEngine
+from orbit_cli.errors import ParityError
+from orbit_cli.models.build import TrainerModel
+from orbit_cli.sync.parity import NOISE_FLOOR, Probe, moved, probe
+from orbit_cli.types import SwapReceipt
+
+
+class Publisher:
+    """Moves adapter versions from the trainer's bank into the engine's slots."""
+
+    def __init__(
+        self, engine: RolloutEngine, model: TrainerModel, tokens: list[list[int]], config: SyncConfig
+    ) -> None:
+        """`tokens`: the fixed probe prompts as token ids."""
+        self._engine = engine
+        self._model = model
+        self._tokens = tokens
+        self._config = config
+        self._last: Probe | None = None
+        self._base_checksum = engine.base_checksum()
+
+    def check_base(self) -> Probe:
+        """Score the base (no adapter) on both sides. Raises ParityError beyond the gap limit."""
+        base = probe(self._engine, self._model, self._tokens, None)
+        if base.gap_mean > self._config.max_mean_gap:
+            raise ParityError(
+                f"the base without adapter differs between trainer and engine: mean |log-prob gap| {base.gap_mean:.4f} "
+                f"is above sync.max_mean_gap={self._config.max_mean_gap}; they do not hold the same base"
+            )
+        return base
+
+    def publish(self, number: int) -> dict[str, float]:
+        """Ship version `number` and prove its arrival. Returns the metrics of the swap. Raises ParityError."""
+        started = time.perf_counter()
+        self._model.bank.materialize()
+        version = self._model.bank.version(number)
+        receipt = self._engine.publish(version)
+        self._check_receipt(receipt, number, version.checksum, len(version.tensors))
+        self._engine.retire()
+        scored = probe(self._engine, self._model, self._tokens, number)
+        metrics = self._check_probe(scored, number)
+        checksum = self._engine.base_checksum()
+        if checksum != self._base_checksum:
+            raise ParityError(
+                f"the engine's base changed: its checksum was {self._base_checksum[:12]} at the start and is "
+                f"{checksum[:12]} after version {number}; the frozen base must never change"
+            )
+        self._last = scored
+        return {
+            **metrics,
+            "version": float(number),
+            "swap_bytes": float(receipt.nbytes),
+            "swap_milliseconds": receipt.milliseconds,
+            "sync_seconds": time.perf_counter() - started,
+        }
+
+    def _check_receipt(self, receipt: SwapReceipt, number: int, checksum: str, tensors: int) -> None:
+        if receipt.version != number:
+            raise ParityError(f"version {number} was published but the engine reports version {receipt.version}")
+        if receipt.checksum != checksum or receipt.tensors != tensors:
+            raise ParityError(
+                f"version {number} arrived altered: sent {tensors} tensors with checksum {checksum[:12]}, the engine "
+                f"holds {receipt.tensors} with checksum {receipt.checksum[:12]}"
+            )
+
+    def _check_probe(self, scored: Probe, number: int) -> dict[str, float]:
+        limit = self._config.max_mean_gap
+        movement = {}
+        if self._last is not None:
+            ours = moved(self._last.trainer, scored.trainer)
+            theirs = moved(self._last.engine, scored.engine)
+            movement = {"probe_moved_trainer": ours, "probe_moved_engine": theirs}
+            if ours > NOISE_FLOOR + self._last.gap_mean + scored.gap_mean and theirs < self._config.movement_share * ours:
+                raise ParityError(
+                    f"version {number} never took effect: the trainer's log-probs moved by {ours:.2e} on the probe "
+                    f"prompts, the engine's by {theirs:.2e}"
+                )
+        if scored.gap_mean > limit:
+            raise ParityError(
+                f"version {number} is served differently from how it was trained: mean |log-prob gap| "
+                f"{scored.gap_mean:.4f} is above sync.max_mean_gap={limit}"
+            )
+        return {**movement, "probe_gap_mean": scored.gap_mean, "probe_gap_max": scored.gap_max}

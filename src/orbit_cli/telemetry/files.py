@@ -1,0 +1,27 @@
+"""Writing small files so that a crash leaves the old or the new one, never half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write beside the target, fsync, rename over it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any | None:
+    """The file's content, or None if there is no such file. Raises json.JSONDecodeError if it is damaged."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

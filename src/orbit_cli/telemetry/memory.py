@@ -1,0 +1,119 @@
+"""Peak memory by phase: of this process, of its children (the engine), and of the GPU where there is one.
+
+Linux: the process's peak (VmHWM) is reset at the start of each phase by writing to /proc/self/clear_refs; where that is
+not allowed the peak since start is recorded, and said so. Never imports torch: it looks at torch only if it is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from orbit_cli.telemetry.files import read_json, write_json
+
+GIB = 1 << 30
+
+
+class MemoryRecorder:
+    """Keeps the largest peak seen in each phase and writes memory.json at the end of every phase.
+
+    >>> with MemoryRecorder(folder.memory).phase("rollout"):
+    ...     pass
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        earlier = read_json(path) or {}  # of the run that is resumed
+        self._phases: dict[str, dict[str, float]] = earlier.get("phases", {})
+        self._parts: dict[str, float] = earlier.get("trainer_parts_gib", {})
+        self._resettable = True
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure one phase; peaks of repeated phases are joined by their maximum."""
+        self._reset()
+        try:
+            yield
+        finally:
+            self._join(name, peaks())
+
+    def parts(self, nbytes: Mapping[str, int]) -> None:
+        """Bytes that the trainer's model holds, by category."""
+        self._parts = {name: count / GIB for name, count in nbytes.items()}
+        self._write()
+
+    def _reset(self) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:  # not Linux, or a sandbox that forbids it
+            self._resettable = False
+        cuda = _cuda()
+        if cuda is not None:
+            for device in range(cuda.device_count()):
+                cuda.reset_peak_memory_stats(device)
+
+    def _join(self, name: str, seen: dict[str, float]) -> None:
+        kept = self._phases.setdefault(name, {})
+        for key, value in seen.items():
+            kept[key] = max(kept.get(key, 0.0), value)
+        self._write()
+
+    def _write(self) -> None:
+        kind = "peak in the phase" if self._resettable else "peak since the process started"
+        record = {"process_gib_is": kind, "phases": self._phases, "trainer_parts_gib": self._parts}
+        write_json(self._path, record)
+
+
+def peaks() -> dict[str, float]:
+    """Peaks now, in GiB: process, children (sum of their resident memory), and each GPU."""
+    seen = {"process_gib": _status_gib("self", "VmHWM"), "children_gib": children_gib()}
+    cuda = _cuda()
+    if cuda is not None:
+        for device in range(cuda.device_count()):
+            seen[f"cuda{device}_gib"] = cuda.max_memory_allocated(device) / GIB
+    return seen
+
+
+def rss_gib() -> float:
+    """Resident memory now of this process and its children, in GiB (shared pages are counted in each)."""
+    return _status_gib("self", "VmRSS") + children_gib()
+
+
+def children_gib() -> float:
+    """Resident memory of all descendants of this process, in GiB."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended while we looked
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    total, waiting = 0.0, list(parents.get(_own_pid(), []))
+    while waiting:
+        pid = waiting.pop()
+        total += _status_gib(str(pid), "VmRSS")
+        waiting += parents.get(pid, [])
+    return total
+
+
+def _own_pid() -> int:
+    return int(Path("/proc/self").resolve().name) if Path("/proc/self").exists() else -1
+
+
+def _status_gib(process: str, key: str) -> float:
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:  # it ended, or this is not Linux
+        return 0.0
+    found = next((line for line in lines if line.startswith(f"{key}:")), None)
+    return int(found.split()[1]) * 1024 / GIB if found else 0.0
+
+
+def _cuda() -> Any | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    return torch.cuda

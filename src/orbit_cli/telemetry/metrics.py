@@ -1,0 +1,95 @@
+"""metrics.jsonl: append-only, one JSON object per training step, evaluation and publish; on disk before it returns.
+
+A resumed run drops the rows after the step it goes on from, so that no step is counted twice. What the names mean is in
+names.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from orbit_cli.telemetry.files import write_atomic
+from orbit_cli.telemetry.names import KINDS, meaning
+
+
+class JsonLines:
+    """An append-only JSONL file; each row is flushed and fsynced."""
+
+    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+        """resume_step: keep only rows whose `step` is at most this; None keeps all. A torn last line is dropped."""
+        rows = read_rows(path)
+        if resume_step is not None:
+            rows = [row for row in rows if row.get("step", 0) <= resume_step]
+        if path.exists():
+            write_atomic(path, "".join(_line(row) for row in rows))
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+
+    def append(self, row: dict[str, Any]) -> None:
+        self._file.write(_line(row))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class MetricsWriter(JsonLines):
+    """metrics.jsonl of a run.
+
+    >>> with MetricsWriter(folder.metrics) as metrics:
+    ...     metrics.write("train", 1, {"reward_mean": 0.25, "version": 1})
+    """
+
+    def write(
+        self, kind: str, step: int, metrics: Mapping[str, float | int | None], policy: str | None = None
+    ) -> dict[str, Any]:
+        """Append one row and return it as written. Names are fixed in names.py: an unknown one is a ValueError."""
+        if kind not in KINDS:
+            raise ValueError(f"metrics kind {kind!r} is none of {KINDS}")
+        unknown = [name for name in metrics if meaning(name) is None]
+        if unknown:
+            raise ValueError(f"metric {unknown[0]!r} has no meaning in telemetry/names.py; add it there")
+        row = {"kind": kind, "step": step, "time": datetime.now().astimezone().isoformat(timespec="milliseconds")}
+        row |= {"policy": policy} if policy is not None else {}
+        row |= {name: _number(value) for name, value in metrics.items()}
+        self.append(row)
+        return row
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All complete rows. A last line cut by a crash is left out; damage elsewhere raises json.JSONDecodeError."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    complete = lines[:-1]  # what follows the last newline was never finished
+    rows = [json.loads(line) for line in complete if line.strip()]
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _number(value: Any) -> float | int | None:
+    """Plain number for JSON. A 0-dim tensor or numpy scalar gives its item; what is not finite becomes null."""
+    if value is None or isinstance(value, bool):
+        return value if value is None else int(value)
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None

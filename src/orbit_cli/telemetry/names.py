@@ -1,0 +1,88 @@
+"""Every metric that a run writes, with its meaning and unit. metrics.jsonl holds no other name.
+
+A row is `{"kind": "train" | "eval" | "sync", "step": int, "time": ISO, name: number, ...}`, where step counts the
+finished training steps (the first train row has 1, the evaluation before training 0); null stands for a number that was
+not finite. Rows of `orbit eval` also have "policy": the name of what was evaluated.
+"""
+
+from __future__ import annotations
+
+import re
+
+KINDS = ("train", "eval", "sync")
+
+NAMES: dict[str, str] = {
+    # reward
+    "reward_mean": "mean reward of the step's samples, failed gradings left out",
+    "reward_std": "standard deviation of the same",
+    "accuracy": "share of samples that are correct (train: of the step; eval: mean over prompts)",
+    "response_tokens_mean": "mean length of a response, in tokens that the policy chose",
+    "response_tokens_max": "longest response, in the same tokens",
+    "prompt_tokens": "tokens of the prompts and of the environment, over all samples",
+    "truncated_share": "share of samples that ended at max_new_tokens",
+    "groups": "prompts that were trained on",
+    "groups_informative": "of these, prompts whose samples do not all have the same reward",
+    "sampling_rounds": "rounds of dynamic sampling",
+    "grading_failures": "samples whose grader raised or hung; they leave baseline and loss",
+    # optimisation
+    "loss": "loss of the optimiser step(s), with the divisors of the backward pass",
+    "loss_divisor_tokens": "tokens that the loss is divided by, over the whole step",
+    "loss_divisor_sequences": "sequences that the loss is divided by, over the whole step",
+    "trained_samples": "samples with a gradient",
+    "trained_tokens": "policy tokens with a gradient",
+    "grad_norm": "norm of the adapter's gradient before clipping",
+    "learning_rate": "learning rate of the step",
+    "entropy": "mean entropy of the policy over the full vocabulary, at the sampling temperature, in nats",
+    "kl_ref": "mean k1 estimate of KL(policy || base) on the sampled tokens, in nats",
+    "clip_low": "share of tokens clipped at the lower bound",
+    "clip_high": "share of tokens clipped at the upper bound",
+    "ratio_max": "largest ratio of new to old policy",
+    # trainer against engine
+    "logprob_gap_mean": "mean |trainer's log-prob - engine's| on the sampled tokens, in nats",
+    "logprob_gap_max": "largest of the same, in nats",
+    "ratio_outside_share": "share of sampled tokens whose trainer-to-engine ratio is outside [1/2, 2]",
+    "correction_weight_mean": "mean weight of the rollout correction",
+    "kept_share": "share of tokens that the correction kept",
+    # time and rate
+    "rollout_seconds": "time of sampling and grading",
+    "train_seconds": "time of the optimisation",
+    "sync_seconds": "time of publishing the adapter and proving that it arrived",
+    "eval_seconds": "time of evaluation",
+    "step_seconds": "time of the whole step",
+    "rollout_tokens": "tokens sampled in the step",
+    "rollout_tokens_per_second": "tokens sampled per second of rollout",
+    "train_tokens_per_second": "tokens (prompt and response) of the step per second of optimisation",
+    # adapter
+    "swap_bytes": "bytes of the published adapter version",
+    "swap_milliseconds": "time until the engine held and confirmed it",
+    "version": "adapter version that was published",
+    "adapter_orthogonality_error": "OFT: largest max-abs entry of R R^T - I, R in float32",
+    "adapter_lambda_max": "OFT: largest spectral norm of a skew block; the series needs it below 1",
+    "adapter_norm": "Euclidean norm of the adapter's parameters",
+    # machine
+    "rss_gib": "resident memory of this process and its children",
+    # evaluation
+    "accuracy_low": "lower end of the 95% bootstrap interval over prompts",
+    "accuracy_high": "upper end of the same",
+    "prompts": "held-out prompts evaluated",
+    "samples": "train: samples of the step; eval: samples per prompt",
+    # publish
+    "probe_gap_mean": "mean |trainer - engine| log-prob on the fixed probes after a publish, in nats",
+    "probe_gap_max": "largest of the same",
+    "probe_moved_trainer": "mean |change| of the trainer's log-probs on the probes since the last version, in nats",
+    "probe_moved_engine": "the same of the engine's",
+}
+PATTERNS: dict[str, str] = {
+    r"pass@[1-9]\d*": "unbiased pass@k (2107.03374): chance that at least one of k samples is correct",
+    r"pass@[1-9]\d*_(low|high)": "its 95% bootstrap interval over prompts",
+    r"avg@[1-9]\d*": "mean correctness of k samples, over prompts",
+    r"maj@[1-9]\d*": "share of prompts whose most frequent answer among k is correct",
+    r"reward_part/[\w.-]+": "mean of one part of the reward",
+}
+
+
+def meaning(name: str) -> str | None:
+    """What a metric means, or None if there is no such metric."""
+    if name in NAMES:
+        return NAMES[name]
+    return next((text for pattern, text in PATTERNS.items() if re.fullmatch(pattern, name)), None)

@@ -1,0 +1,171 @@
+"""The figures of a run, from its folder alone: for scripts (`orbit report --json`), the summary and the page.
+
+`figures` is the contract: its keys are documented below and do not change. The page is made in report_page.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from orbit_cli.telemetry.files import write_atomic
+from orbit_cli.telemetry.metrics import read_rows
+from orbit_cli.telemetry.run_folder import RunFolder
+
+
+def figures(run: Path) -> dict[str, Any]:
+    """Figures of a run folder; null where a run has not come that far.
+
+    - run, status, steps: folder, how it stands (a process that died without a word is "killed"), finished steps
+    - reward_first_fifth, reward_last_fifth: mean of reward_mean over the first and last fifth of the steps
+    - eval_before, eval_after: {step, accuracy, low, high, pass@k...} of the first and the last evaluation
+    - logprob_gap_mean: mean over steps of the mean |log-prob gap|; logprob_gap_max_step: the largest step's mean
+    - tokens_per_second: sampled tokens per second of rollout, over the run; train_tokens_per_second likewise
+    - swap_bytes, swap_milliseconds: median over the steps
+    - step_seconds: mean; seconds: {rollout, train, sync, eval} in total
+    - grading_failures: samples left out because their grader failed
+    - adapter, report: paths, if they are there
+
+    Raises UserError if `run` is no run folder.
+    """
+    folder = RunFolder.open(run)
+    rows = read_rows(folder.metrics)
+    train = [row for row in rows if row["kind"] == "train"]
+    evals = [row for row in rows if row["kind"] == "eval"]
+    steps = train[-1]["step"] if train else 0
+    fifth = max(1, len(train) // 5)
+    gaps = values(train, "logprob_gap_mean")
+    return {
+        "run": str(folder.path),
+        "status": _state(folder, steps),
+        "steps": steps,
+        "reward_first_fifth": _mean(values(train[:fifth], "reward_mean")),
+        "reward_last_fifth": _mean(values(train[-fifth:], "reward_mean")),
+        "eval_before": _evaluation(evals[0]) if evals else None,
+        "eval_after": _evaluation(evals[-1]) if len(evals) > 1 else None,
+        "logprob_gap_mean": _mean(gaps),
+        "logprob_gap_max_step": max(gaps, default=None),
+        "tokens_per_second": _pace(train, "rollout_tokens_per_second", "rollout_seconds"),
+        "train_tokens_per_second": _pace(train, "train_tokens_per_second", "train_seconds"),
+        "swap_bytes": _median(values(train, "swap_bytes")),
+        "swap_milliseconds": _median(values(train, "swap_milliseconds")),
+        "step_seconds": _mean(values(train, "step_seconds")),
+        "seconds": {phase: sum(values(rows, f"{phase}_seconds")) for phase in ("rollout", "train", "sync", "eval")},
+        "grading_failures": int(sum(values(train, "grading_failures"))),
+        "adapter": str(folder.adapter) if folder.adapter.is_dir() else None,
+        "report": str(folder.report) if folder.report.is_file() else None,
+    }
+
+
+def write_report(run: Path) -> Path:
+    """Write report.html of a run folder and return its path. Raises UserError if `run` is no run folder."""
+    from orbit_cli.telemetry.report_page import page
+
+    folder = RunFolder.open(run)
+    write_atomic(folder.report, page(folder, figures(run)))
+    return folder.report
+
+
+def summary_text(found: dict[str, Any]) -> str:
+    """A few lines for people: what came out, where it is, and what to try next."""
+    lines = [
+        (
+            "reward",
+            _change(found["reward_first_fifth"], found["reward_last_fifth"], "first and last fifth of the steps"),
+        ),
+        ("held out", _held_out(found["eval_before"], found["eval_after"])),
+        *_passes(found["eval_before"], found["eval_after"]),
+        ("log-prob gap", _gap(found)),
+        ("swap", _swap(found)),
+        ("speed", _speed(found)),
+        ("run", f"{found['run']}  ({found['status']}, {found['steps']} steps)"),
+        ("adapter", found["adapter"]),
+        ("report", found["report"]),
+    ]
+    if found["adapter"]:
+        lines.append(("next", f"orbit eval run.adapter={found['run']}"))
+    return "\n".join(f"{label:<13} {text}" for label, text in lines if text)
+
+
+def values(rows: list[dict[str, Any]], name: str) -> list[float]:
+    """The metric where it is there and finite."""
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _state(folder: RunFolder, steps: int) -> str:
+    status = folder.status()
+    if status is None:
+        return "unknown"
+    if status.state != "running":
+        return status.state.value
+    if status.pid == os.getpid():  # the run reports on itself, at its end
+        return "finished" if steps >= folder.load_config().trainer.steps else "interrupted"
+    return "running" if status.alive else "killed"
+
+
+def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
+    named = {"step": row["step"], "accuracy": row.get("accuracy")}
+    named |= {"low": row.get("accuracy_low"), "high": row.get("accuracy_high")}
+    return named | {name: value for name, value in row.items() if name.startswith(("pass@", "avg@", "maj@"))}
+
+
+def _mean(numbers: list[float]) -> float | None:
+    return fmean(numbers) if numbers else None
+
+
+def _median(numbers: list[float]) -> float | None:
+    return sorted(numbers)[len(numbers) // 2] if numbers else None
+
+
+def _pace(rows: list[dict[str, Any]], rate: str, seconds: str) -> float | None:
+    """Overall rate: each step's rate weighted by its time."""
+    pairs = [(row[rate], row[seconds]) for row in rows if row.get(rate) is not None and row.get(seconds)]
+    total = sum(time for _, time in pairs)
+    return sum(pace * time for pace, time in pairs) / total if total else None
+
+
+def _change(before: float | None, after: float | None, what: str) -> str | None:
+    if before is None or after is None:
+        return None
+    return f"{before:.3f} -> {after:.3f}  ({after - before:+.3f}; {what})"
+
+
+def _held_out(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str | None:
+    shown = [
+        f"{row['accuracy']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+        for row in (before, after)
+        if row is not None and row["accuracy"] is not None and row["low"] is not None
+    ]
+    return "accuracy " + " -> ".join(shown) + "  (95% interval over prompts)" if shown else None
+
+
+def _passes(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if before is None:
+        return []
+    names = [name for name in before if name.startswith("pass@") and not name.endswith(("_low", "_high"))]
+    found = []
+    for name in names:
+        shown = [f"{row[name]:.3f}" for row in (before, after) if row is not None and row.get(name) is not None]
+        found.append((name, " -> ".join(shown)))
+    return found
+
+
+def _gap(found: dict[str, Any]) -> str | None:
+    if found["logprob_gap_mean"] is None:
+        return None
+    mean, largest = found["logprob_gap_mean"], found["logprob_gap_max_step"]
+    return f"mean |trainer - engine| {mean:.2e}, largest step {largest:.2e} nats"
+
+
+def _swap(found: dict[str, Any]) -> str | None:
+    if found["swap_bytes"] is None or found["swap_milliseconds"] is None:
+        return None
+    return f"{found['swap_bytes'] / 2**20:.2f} MiB in {found['swap_milliseconds']:.0f} ms per adapter version"
+
+
+def _speed(found: dict[str, Any]) -> str | None:
+    if found["tokens_per_second"] is None or found["step_seconds"] is None:
+        return None
+    return f"{found['tokens_per_second']:.0f} tokens/s sampled, {found['step_seconds']:.1f} s per step"

@@ -1,0 +1,181 @@
+"""report.html: one self-contained page about a run, without scripts, fonts or anything else from outside."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from orbit_cli.telemetry.charts import Series, line_chart, number, stacked_bars
+from orbit_cli.telemetry.files import read_json
+from orbit_cli.telemetry.metrics import read_rows
+from orbit_cli.telemetry.report import summary_text
+from orbit_cli.telemetry.run_folder import RunFolder
+
+SAMPLES_SHOWN = 12
+
+STYLE = Path(__file__).with_name("report.css")
+
+
+def page(folder: RunFolder, figures: dict[str, Any]) -> str:
+    """The HTML of a run, from its folder and its `figures`."""
+    rows = read_rows(folder.metrics)
+    title = escape(folder.path.name)
+    body = "".join(
+        [
+            f"<h1>{title}</h1>",
+            f"<p class='sub'>{escape(str(folder.path))} · {figures['status']} · {figures['steps']} steps</p>",
+            _tiles(figures),
+            _section("Curves", f"<div class='charts'>{''.join(_charts(rows))}</div>" if rows else ""),
+            _section("Memory", _memory(folder)),
+            _section("Samples to read", _samples(folder)),
+            _section("Receipts", _receipts(folder)),
+            _section(
+                "Figures", f"<details><summary>as text</summary><pre>{escape(summary_text(figures))}</pre></details>"
+            ),
+            _section(
+                "Config",
+                f"<details><summary>config.yaml</summary><pre>{escape(folder.config.read_text())}</pre></details>",
+            ),
+        ]
+    )
+    return (
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width,"
+        f"initial-scale=1'><meta name='color-scheme' content='light dark'><title>{title} · Orbit</title>"
+        f"<style>{STYLE.read_text()}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+def _section(title: str, content: str) -> str:
+    return f"<h2>{title}</h2>{content}" if content else ""
+
+
+def _tiles(f: dict[str, Any]) -> str:
+    before, after = f["eval_before"] or {}, f["eval_after"] or {}
+    tiles = [
+        _tile("reward, first to last fifth", f["reward_first_fifth"], f["reward_last_fifth"]),
+        _tile("held-out accuracy", before.get("accuracy"), after.get("accuracy"), _interval(after or before)),
+        _tile("pass@1", before.get("pass@1"), after.get("pass@1")),
+        _tile("pass@4", before.get("pass@4"), after.get("pass@4")),
+        _fact("mean |log-prob gap|", f["logprob_gap_mean"], "nats, trainer against engine"),
+        _fact("sampled tokens per second", f["tokens_per_second"], "of rollout time"),
+        _fact(
+            "adapter swap",
+            f["swap_milliseconds"],
+            f"ms for {number(f['swap_bytes'] / 2**20)} MiB" if f["swap_bytes"] else "",
+        ),
+        _fact("step", f["step_seconds"], "s on average"),
+    ]
+    return f"<div class='tiles'>{''.join(tiles)}</div>"
+
+
+def _interval(row: dict[str, Any]) -> str:
+    return f"95% [{row['low']:.3f}, {row['high']:.3f}]" if row.get("low") is not None else ""
+
+
+def _tile(label: str, before: float | None, after: float | None, note: str = "") -> str:
+    if before is None:
+        return ""
+    if after is None:
+        return f"<div class='tile'><span>{label}</span><b>{before:.3f}</b><span>{note}</span></div>"
+    tone = "good" if after > before else "bad" if after < before else ""
+    return (
+        f"<div class='tile'><span>{label}</span><b>{before:.3f} → <span class='{tone}' style='font-size:inherit'>"
+        f"{after:.3f}</span></b><span>{note}</span></div>"
+    )
+
+
+def _fact(label: str, value: float | None, note: str) -> str:
+    return (
+        ""
+        if value is None
+        else f"<div class='tile'><span>{label}</span><b>{number(value)}</b><span>{note}</span></div>"
+    )
+
+
+def _series(rows: list[dict[str, Any]], metric: str, name: str = "") -> Series:
+    have = [row for row in rows if row.get(metric) is not None]
+    bounds = [(row.get(f"{metric}_low"), row.get(f"{metric}_high")) for row in have]
+    whole = bool(have) and all(low is not None and high is not None for low, high in bounds)
+    return Series(
+        name=name or metric,
+        x=[row["step"] for row in have],
+        y=[row[metric] for row in have],
+        low=[low for low, _ in bounds] if whole else [],
+        high=[high for _, high in bounds] if whole else [],
+    )
+
+
+def _charts(rows: list[dict[str, Any]]) -> list[str]:
+    train = [row for row in rows if row["kind"] == "train"]
+    evals = [row for row in rows if row["kind"] == "eval"]
+    passes = sorted({name for row in evals for name in row if name.startswith("pass@") and "_" not in name})
+    steps = [row["step"] for row in train]
+    split = {phase: [row.get(f"{phase}_seconds") or 0.0 for row in train] for phase in ("rollout", "train", "sync")}
+    gap = [_series(train, "logprob_gap_mean", "batch"), _series(train, "probe_gap_mean", "probes")]
+    return [
+        line_chart("Reward", [_series(train, "reward_mean")], floor=0.0),
+        line_chart("Held-out accuracy, 95% interval", [_series(evals, "accuracy")], floor=0.0),
+        line_chart("pass@k, held out", [_series(evals, name) for name in passes], floor=0.0),
+        line_chart("Mean |log-prob gap|, trainer against engine", gap, unit="nats", floor=0.0),
+        line_chart("Response length", [_series(train, "response_tokens_mean")], unit="tokens", floor=0.0),
+        line_chart(
+            "Shares", [_series(train, "truncated_share", "truncated"), _series(train, "accuracy", "correct")], floor=0.0
+        ),
+        line_chart("Entropy", [_series(train, "entropy")], unit="nats", floor=0.0),
+        line_chart("Gradient norm", [_series(train, "grad_norm")], floor=0.0),
+        line_chart(
+            "Largest spectral norm of a rotation's skew block", [_series(train, "adapter_lambda_max")], floor=0.0
+        ),
+        line_chart("KL to the base", [_series(train, "kl_ref")], unit="nats"),
+        line_chart("Resident memory", [_series(train, "rss_gib")], unit="GiB", floor=0.0),
+        stacked_bars("Time of a step", steps, split, unit="s"),
+    ]
+
+
+def _memory(folder: RunFolder) -> str:
+    found = read_json(folder.memory)
+    if not found or not found["phases"]:
+        return ""
+    columns = sorted({key for phase in found["phases"].values() for key in phase})
+    head = "".join(f"<th>{escape(column.removesuffix('_gib'))}</th>" for column in columns)
+    lines = "".join(
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{phase.get(column, 0.0):.2f}</td>' for column in columns)}</tr>"
+        for name, phase in found["phases"].items()
+    )
+    parts = "".join(f"<tr><th>{escape(k)}</th><td>{v:.4f}</td></tr>" for k, v in found["trainer_parts_gib"].items())
+    kind = escape(found["process_gib_is"])
+    note = f"<p class='sub'>GiB; process: {kind}; children: the engine, when the phase ended</p>"
+    table = f"<table><tr><th>phase</th>{head}</tr>{lines}</table>{note}"
+    return table + (f"<table><tr><th>part of the trainer</th><th>GiB</th></tr>{parts}</table>" if parts else "")
+
+
+def _samples(folder: RunFolder) -> str:
+    rows = read_rows(folder.samples)
+    half = SAMPLES_SHOWN // 2
+    chosen = rows if len(rows) <= SAMPLES_SHOWN else rows[:half] + rows[-half:]  # the first and the last of the run
+    shown = []
+    for row in chosen:
+        reward = "not graded" if row["reward"] is None else f"reward {row['reward']:g}"
+        tone = "good" if row["correct"] else "bad"
+        wanted = f" · expected {escape(str(row['reference']))}" if row.get("reference") is not None else ""
+        shown.append(
+            f"<details><summary>step {row['step']} · <span class='{tone}'>{reward}</span> · {row['tokens']} tokens · "
+            f"{escape(row['finish_reason'])}{wanted}</summary><pre>{escape(row['prompt'] or row['prompt_id'])}</pre>"
+            f"<pre>{escape(row['text'])}</pre></details>"
+        )
+    return "".join(shown)
+
+
+def _receipts(folder: RunFolder) -> str:
+    found = read_json(folder.receipts)
+    if not found:
+        return ""
+    short = {label: text for label, text in found.items() if isinstance(text, str)}
+    table = "".join(f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in short.items())
+    lists = "".join(
+        f"<details><summary>{escape(label)} ({len(lines)})</summary><pre>{escape(chr(10).join(lines))}</pre></details>"
+        for label, lines in found.items()
+        if isinstance(lines, list)
+    )
+    return f"<table>{table}</table>{lists}"

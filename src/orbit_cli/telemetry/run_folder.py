@@ -1,0 +1,251 @@
+"""The run folder: unique by construction, and the one place that knows what lies where in it.
+
+config.yaml     the resolved config           metrics.jsonl   one object per training step, evaluation, publish
+samples.jsonl   samples for people to read    memory.json     peaks by phase
+adapter/        the last adapter, PEFT format adapters/       those that were evaluated, by step
+checkpoints/    what resuming needs
+engine.log      the engine's own log          wandb_id        id of the W&B run, reused on resume
+receipts.json   what was printed at the start report.html     the report; summary.json: its figures
+status.json     running | finished | failed | interrupted, and the process id
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.config.serialize import read_yaml, to_plain, to_yaml
+from orbit_cli.errors import ConfigError, UserError
+from orbit_cli.telemetry.files import read_json, write_atomic, write_json
+
+FIXED_SECTIONS = ("model", "quantization", "adapter")  # of the config; a resumed run must keep them
+
+
+class RunState(StrEnum):
+    """How a run stands, as it wrote it itself. A killed run still says `running`: see RunStatus.alive."""
+
+    running = "running"
+    finished = "finished"
+    failed = "failed"
+    interrupted = "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """Content of status.json."""
+
+    state: RunState
+    pid: int
+    error: str | None
+    updated: str  # ISO time
+
+    @property
+    def alive(self) -> bool:
+        return self.state is RunState.running and Path(f"/proc/{self.pid}").exists()
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run. Make one with `create` or `open`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, config: OrbitConfig) -> RunFolder:
+        """Make a new folder below run.root and write config.yaml and status.json into it.
+
+        Two runs started at the same moment never share one: mkdir decides. Raises ConfigError if run.root cannot be
+        written to.
+        """
+        root = Path(config.run.root).expanduser()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            folder = cls(_claim(root, config))
+            for sub in (folder.adapters, folder.checkpoints):
+                sub.mkdir()
+        except OSError as error:
+            raise ConfigError(f"run.root={config.run.root} cannot hold run folders: {error.strerror}") from error
+        write_atomic(folder.config, to_yaml(config))
+        folder.set_status(RunState.running)
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing run folder. Raises UserError if it is none."""
+        folder = cls(Path(path).expanduser().resolve())
+        if not folder.path.is_dir():
+            raise UserError(f"{path} is no folder; give the folder of a run, for example one below runs/")
+        if not folder.config.is_file():
+            raise UserError(f"{path} has no config.yaml, so it is no run folder; give one that orbit train printed")
+        return folder
+
+    @classmethod
+    def resume(cls, config: OrbitConfig) -> RunFolder:
+        """The folder that run.resume names, with its config.yaml brought up to date.
+
+        auto takes the newest unfinished run of the same config, or makes a new folder if there is none. Raises
+        UserError if the run is still alive, or if model, quantization or adapter differ from what it was started with.
+        """
+        assert config.run.resume is not None, "there is nothing to resume"
+        if config.run.resume == "auto":
+            return find_resumable(config) or cls.create(config)
+        folder = cls.open(config.run.resume)
+        status = folder.status()
+        if status is not None and status.alive and status.pid != os.getpid():
+            raise UserError(
+                f"run.resume={config.run.resume}: process {status.pid} is still running it; stop that first"
+            )
+        before, now = to_plain(folder.load_config()), to_plain(config)
+        for section in FIXED_SECTIONS:
+            changed = [key for key in now[section] if now[section][key] != before[section].get(key)]
+            if changed:
+                raise ConfigError(
+                    f"run.resume={config.run.resume}: {section}.{changed[0]} was {before[section].get(changed[0])} and "
+                    f"is now {now[section][changed[0]]}; a run cannot go on with another {section}"
+                )
+        write_atomic(folder.config, to_yaml(config))
+        return folder
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def adapter(self) -> Path:
+        """The adapter that the run ended with, as a PEFT folder."""
+        return self.path / "adapter"
+
+    @property
+    def adapters(self) -> Path:
+        return self.path / "adapters"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def memory(self) -> Path:
+        return self.path / "memory.json"
+
+    @property
+    def engine_log(self) -> Path:
+        return self.path / "engine.log"
+
+    @property
+    def receipts(self) -> Path:
+        return self.path / "receipts.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def wandb_id(self) -> Path:
+        return self.path / "wandb_id"
+
+    @property
+    def _status(self) -> Path:
+        return self.path / "status.json"
+
+    def adapter_at(self, step: int) -> Path:
+        """Folder of the adapter after `step` steps, whether or not it exists yet."""
+        return self.adapters / f"step_{step:06d}"
+
+    def load_config(self) -> OrbitConfig:
+        """The resolved config. Raises ConfigError if it cannot be read."""
+        return read_yaml(self.config)
+
+    def set_status(self, state: RunState, error: str | None = None) -> None:
+        write_json(self._status, {"state": state, "pid": os.getpid(), "error": error, "updated": _now()})
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keep status.json true while a run goes on, and say at the end how it ended."""
+        self.set_status(RunState.running)
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.set_status(RunState.interrupted)
+            raise
+        except BaseException as error:  # whatever it is, the folder must not go on saying "running"
+            self.set_status(RunState.failed, f"{type(error).__name__}: {error}")
+            raise
+        self.set_status(RunState.finished)
+
+    def status(self) -> RunStatus | None:
+        """What the run last said of itself, or None for a folder without status.json."""
+        found = read_json(self._status)
+        if found is None:
+            return None
+        return RunStatus(
+            state=RunState(found["state"]), pid=found["pid"], error=found["error"], updated=found["updated"]
+        )
+
+
+def find_resumable(config: OrbitConfig) -> RunFolder | None:
+    """For run.resume=auto: the newest unfinished run below run.root with the same config (the run section apart).
+
+    A run whose process is still alive is not taken.
+    """
+    wanted = {key: value for key, value in to_plain(config).items() if key != "run"}
+    found = []
+    for candidate in Path(config.run.root).expanduser().glob("*/config.yaml"):
+        folder = RunFolder(candidate.parent.resolve())
+        status = folder.status()
+        if status is None or status.state is RunState.finished or status.alive:
+            continue
+        try:
+            plain = to_plain(folder.load_config())
+        except ConfigError:  # a run of an older schema cannot have the same config
+            continue
+        if {key: value for key, value in plain.items() if key != "run"} == wanted:
+            found.append((status.updated, folder))
+    return max(found, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def unique_name(stem: str) -> str:
+    """`stem-20251129-171000-9f3c`: readable, sortable, and unlike any other made in the same second."""
+    return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _claim(root: Path, config: OrbitConfig) -> Path:
+    """Create the folder. A name that is taken gets a number (given names) or new random digits (made-up names)."""
+    given = _safe(config.run.name) if config.run.name else None
+    stem = _safe(f"{config.model.name}-{config.quantization.format}-{config.adapter.kind}-{config.environment.name}")
+    for attempt in range(1, 10_000):
+        name = unique_name(stem) if given is None else given if attempt == 1 else f"{given}-{attempt}"
+        try:
+            (root / name).mkdir()
+        except FileExistsError:
+            continue
+        return (root / name).resolve()
+    raise ConfigError(f"run.name={config.run.name}: 9999 folders of this name are there already; set another run.name")
+
+
+def _safe(name: str) -> str:
+    """One path component: no separators, not hidden, not empty."""
+    return re.sub(r"[^\w.+=-]+", "_", name).strip(".") or "run"
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="microseconds")

@@ -1,0 +1,187 @@
+"""The command line as a person sees it: help, exit codes, one-line errors, and what is printed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orbit_cli import cli
+from orbit_cli.config.compose import compose
+
+COMMANDS = ["train", "rollout", "eval", "quantize", "sync-test", "config", "doctor", "report"]
+
+
+def orbit(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["orbit", *arguments])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    return 0
+
+
+def run(checkout: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    path = os.pathsep.join([str(checkout / "src"), str(checkout / "kernels")])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "120"}
+    command = [sys.executable, "-m", "orbit_cli", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert orbit(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    assert [name for name in COMMANDS if f"  {name} " not in shown] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_examples(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert orbit(monkeypatch, command, "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.strip().startswith(f"orbit {command}")]
+
+
+def test_help_is_fast(checkout: Path) -> None:
+    """CPU time, which a busy machine does not change much; the best of three."""
+    times = []
+    for _ in range(3):
+        before = os.times()
+        assert run(checkout, "--help").returncode == 0
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(times) < 0.7
+
+
+def test_a_config_mistake_is_one_line_and_exit_code_2(checkout: Path, tmp_path: Path) -> None:
+    done = run(checkout, "train", "adapter.blok_size=3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("orbit: command line: there is no key adapter.blok_size")
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []  # nothing half-written
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "eval", "sync-test", "config"])
+def test_commands_refuse_bad_overrides(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert orbit(monkeypatch, command, "model=tiny_mo") == 2
+    assert "did you mean tiny_moe" in capsys.readouterr().err
+
+
+def test_a_misspelt_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert orbit(monkeypatch, "trian") == 2
+    assert "train" in capsys.readouterr().err
+
+
+def test_training_on_a_truncated_policy_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert orbit(monkeypatch, "train", "rollout.top_p=0.9") == 2
+    assert "rollout.top_p=1" in capsys.readouterr().err
+
+
+def test_cfg_job_prints_the_composed_config(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert orbit(monkeypatch, "train", "--cfg", "job", "trainer.steps=3", "adapter=lora") == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["trainer"]["steps"], shown["adapter"]["kind"]) == (3, "lora")
+
+
+def test_config_shows_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert orbit(monkeypatch, "config", "trainer.steps=3") == 0
+    assert "command line" in capsys.readouterr().out
+    assert orbit(monkeypatch, "config", "explain", "adapter.rank") == 0
+    assert "lora: rank r" in capsys.readouterr().out
+    assert orbit(monkeypatch, "config", "explain", "adapter.rnk") == 2
+    assert "did you mean adapter.rank" in capsys.readouterr().err
+
+
+def test_report_of_what_is_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert orbit(monkeypatch, "report", str(tmp_path / "none")) == 2
+    assert "no folder" in capsys.readouterr().err
+    assert orbit(monkeypatch, "report", str(tmp_path)) == 2
+    assert "no run folder" in capsys.readouterr().err
+
+
+def test_quantize_with_swapped_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert orbit(monkeypatch, "quantize", "smollm2", "quantization=int4") == 2
+    assert "SOURCE" in capsys.readouterr().err
+
+
+def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    assert orbit(monkeypatch, "train") == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(ZeroDivisionError):
+        orbit(monkeypatch, "train")
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from orbit_cli.commands import machine
+
+    real = machine.metadata.version
+
+    def version(name: str) -> str:
+        return "0.0.1" if name == "transformers" else real(name)
+
+    monkeypatch.setattr(machine.metadata, "version", version)
+    assert orbit(monkeypatch, "doctor") == 1
+    shown = capsys.readouterr()
+    line = next(line for line in shown.out.splitlines() if " transformers " in line)
+    assert line.startswith("FAIL") and "0.0.1" in line and "5.12.1" in line
+    assert "pip install 'transformers==5.12.1'" in shown.out
+    assert "transformers" in shown.err
+
+
+def test_doctor_is_content_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert orbit(monkeypatch, "doctor") == 0, capsys.readouterr().out
+    assert "engine plugin" in capsys.readouterr().out
+
+
+def test_completion_of_overrides() -> None:
+    from orbit_cli.commands.options import complete_override
+
+    assert complete_override("adapter=") == ["adapter=lora", "adapter=oft"]
+    assert "recipe=main_job" in complete_override("recipe=")
+    assert "adapter.kind=oft" in complete_override("adapter.k")
+    assert complete_override("trainer.ste") == ["trainer.steps="]
+
+
+def test_shell_completion_script(checkout: Path) -> None:
+    environment = {**os.environ, "_ORBIT_COMPLETE": "complete_bash", "COMP_WORDS": "orbit tra", "COMP_CWORD": "1"}
+    script = Path(sys.executable).with_name("orbit")
+    done = subprocess.run([str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    assert "train" in done.stdout.split()
+
+
+def test_it_works_from_any_folder(checkout: Path, tmp_path: Path) -> None:
+    done = run(checkout, "config", "recipe=smoke_dense_oft", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "recipes/smoke_dense_oft.yaml" in done.stdout
+
+
+def test_config_is_the_config_of_the_run(checkout: Path) -> None:
+    done = run(checkout, "eval", "--cfg", "job", "run.name=2E3")
+    assert yaml.safe_load(done.stdout)["run"]["name"] == "2E3" == compose(["run.name=2E3"]).run.name
