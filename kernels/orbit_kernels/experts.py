@@ -1,7 +1,7 @@
 """Routed SwiGLU experts over frozen packed weights: the PyTorch reference, for every device.
 
-Tokens are sorted by expert and each expert that was hit runs once over its rows; the top-k results of a token are summed
-in slot order. Gradients reach x and the adapter's tensors; there is none for weights or routing (routers are frozen).
+Tokens are sorted by expert and each expert that was hit runs once over its rows; a token's top-k results are summed in
+slot order. Gradients reach x and the adapter's tensors; there is none for weights or routing (routers are frozen).
 Adapters are given as tensors: what they mean and how they are trained is `orbit_cli.adapters`' business.
 
 Shape letters: T tokens, k experts per token, R rows of one expert, E experts, H hidden size, I intermediate size,

@@ -61,7 +61,9 @@ def test_explain_a_section_lists_its_keys_and_options() -> None:
     assert "quick_look" in explain("experiment")
 
 
-@pytest.mark.parametrize(("key", "near"), [("adapter.blocksize", "adapter.block_size"), ("block_size", "adapter.block")])
+@pytest.mark.parametrize(
+    ("key", "near"), [("adapter.blocksize", "adapter.block_size"), ("block_size", "adapter.block")]
+)
 def test_explain_an_unknown_key_names_the_nearest(key: str, near: str) -> None:
     with pytest.raises(ConfigError, match=near):
         explain(key)

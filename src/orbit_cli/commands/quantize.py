@@ -30,10 +30,9 @@ def quantize(
         if "=" in given.name and not given.exists():
             raise UserError(f"{given} is an override, but SOURCE and OUTPUT come first: orbit quantize SOURCE OUTPUT")
     config = load_config(overrides, cfg)
-    from orbit_cli.commands.quantize_progress import QuantizeProgress
+    from orbit_cli.commands.quantize_progress import QuantizeProgress, report_text
     from orbit_cli.quantization.convert import quantize_checkpoint
 
     with QuantizeProgress() as progress:
         report = quantize_checkpoint(source, output, config.quantization, progress.update)
-    print(report)
-    print(f"wrote {output}")
+    print(report_text(report))

@@ -9,6 +9,7 @@ folder, so that a crash (of the engine too) ends one job and its traceback is in
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -84,9 +85,8 @@ def run_sweep(overrides: list[str], *, show_config: bool = False, command: tuple
     request = read_overrides([text for text in overrides if text not in fixed], sweep=True)
     root = Path(str(request.values.get("run.root", "runs"))).expanduser().resolve()
     sweep = root / unique_name("sweep")
-    sweep.mkdir(parents=True)
     print(f"sweep in {sweep}", flush=True)
-    jobs = _launch(
+    jobs = _launch(  # makes the sweep's folder with its first job
         [
             search_path_override(request.search_path),
             f"hydra.sweep.dir='{sweep}/hydra'",
@@ -98,6 +98,7 @@ def run_sweep(overrides: list[str], *, show_config: bool = False, command: tuple
         ],
         JobRunner(command=command, sweep=str(sweep), fixed=tuple(fixed)),
     )
+    shutil.rmtree(sweep / "hydra", ignore_errors=True)  # empty folders: Hydra makes one per job
     write_json(sweep / "jobs.json", [asdict(job) | {"run": str(job.run) if job.run else None} for job in jobs])
     print_table(jobs)
     return 1 if any(job.exit_code for job in jobs) else 0

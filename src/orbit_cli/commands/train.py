@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,5 +37,7 @@ def train(
         config = resumed_config(overrides or [], config.run.resume)
     config.check_trainable()
     from orbit_cli.runs.train import train as run_training
+    from orbit_cli.telemetry.report import figures, summary_text
 
-    run_training(config)  # prints its own summary
+    run = run_training(config)["run"]
+    print(summary_text(figures(Path(run))))

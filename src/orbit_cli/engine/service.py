@@ -12,10 +12,16 @@ import time
 from typing import Any
 
 from orbit_cli.engine.arguments import check_extra
+from orbit_cli.engine.embedded import narrow_model_registry, start_engine
 from orbit_cli.errors import EngineError
 
 PLUGIN_KEY = "orbit"  # of the scheduler's internal state
 STAMP_KEY = "orbit_version"  # of a response's meta information
+_ENTRY_POINT = "orbit"
+_NO_PLUGIN = (
+    "SGLang runs without Orbit's plugin, so adapters would not be applied. Install the project (pip install orbit-cli, "
+    "or pip install -e .) and leave SGLANG_PLUGINS unset or add orbit to it"
+)
 
 
 class Service:
@@ -27,12 +33,14 @@ class Service:
     async def start(self) -> dict[str, Any]:
         """Load the engine and shake hands with the plugin in its scheduler."""
         began = time.monotonic()
+        narrow_model_registry(self.settings["architectures"])
         import sglang
         from sglang.srt.server_args import ServerArgs
 
         check_extra(self.settings["extra"], [field.name for field in dataclasses.fields(ServerArgs)])
+        self._require_plugin()
         # On the loop's own thread, and with the loop running: the engine takes it over as its own.
-        self.engine = sglang.Engine(**self.settings["arguments"])
+        self.engine = start_engine(self.settings["arguments"])
         self.manager = self.engine.tokenizer_manager
         report = await self._plugin_report()
         return {
@@ -42,14 +50,18 @@ class Service:
             **report,
         }
 
+    def _require_plugin(self) -> None:
+        """Before minutes of loading: SGLang must at least find the plugin that its processes are to load."""
+        from sglang.srt.plugins import load_plugins_by_group
+
+        if _ENTRY_POINT not in load_plugins_by_group("sglang.srt.plugins"):
+            raise EngineError(_NO_PLUGIN)
+
     async def _plugin_report(self) -> dict[str, Any]:
         state = (await self.manager.get_internal_state())[0]
         report = state.get(PLUGIN_KEY)
         if report is None:
-            raise EngineError(
-                "SGLang runs without Orbit's plugin: its scheduler did not answer the handshake. Install the project "
-                "(pip install orbit-cli, or pip install -e .) and leave SGLANG_PLUGINS unset or add orbit to it"
-            )
+            raise EngineError(_NO_PLUGIN)
         if report["missing_hooks"]:
             raise EngineError(f"SGLang did not take over the plugin's hook on {report['missing_hooks'][0]}")
         return {**report, "total_tokens": state.get("memory_usage", {}).get("token_capacity")}

@@ -17,7 +17,7 @@ from orbit_cli.types import Prompt
 
 STREAMS = 64  # streams tried for one training index; 64 misses in a row mean that nearly all questions are held out
 CHUNK = 256  # items of one dataset object: a few tasks make all their items when they are opened
-DRAWS = 100  # held-out questions: items drawn per question asked for, until the task counts as exhausted
+PATIENCE = 1000  # items drawn in a row without a new held-out question, until the task counts as exhausted
 
 
 class ReasoningGymEnvironment:
@@ -49,18 +49,19 @@ class ReasoningGymEnvironment:
     def eval_prompts(self, count: int) -> list[Prompt]:
         """Distinct held-out questions, from a stream of their own that does not depend on the seed."""
         found: dict[str, dict[str, Any]] = {}
-        for number in range(DRAWS * count):
-            if len(found) == count:
-                break
+        number = last_new = 0
+        while len(found) < count and number - last_new < PATIENCE:
             entry = self._item("eval", "held-out", number)
-            if is_held_out(entry["question"]):
-                found.setdefault(entry["question"], entry)
+            number += 1
+            if is_held_out(entry["question"]) and entry["question"] not in found:
+                found[entry["question"]] = entry
+                last_new = number
         if len(found) < count:
             raise ConfigError(
                 f"evaluation.prompts={count} is more than the {len(found)} different held-out questions that "
                 f"environment.task={self._task.name} has with these parameters; lower it, or widen environment.params"
             )
-        return [self._prompt(f"eval/{number}", entry) for number, entry in enumerate(found.values())]
+        return [self._prompt(f"eval/{n}", entry) for n, entry in enumerate(found.values())]
 
     def step(self, prompt: Prompt, responses: list[str]) -> Step:
         """Grade the response."""

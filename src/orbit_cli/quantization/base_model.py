@@ -1,7 +1,7 @@
 """The quantised base of a run: found, or made on first use and cached.
 
-The cache folder is named after the content (source and settings), written atomically and by one process at a time, so it
-can be shared by runs and deleted at any moment that no run is starting. Knows nothing of how the base is then used.
+The cache folder is named after the content (source and settings), written atomically and by one process at a time, so
+runs can share it and it can be deleted whenever no run is starting. Knows nothing of how the base is then used.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from orbit_cli.quantization.random_model import RANDOM_VERSION, write_random_che
 __all__ = ["base_checksum", "prepare_base"]
 
 
-def prepare_base(
-    model: ModelConfig, quantization: QuantizationConfig, notify: Callable[[str], None] = print
-) -> Path:
+def prepare_base(model: ModelConfig, quantization: QuantizationConfig, notify: Callable[[str], None] = print) -> Path:
     """Folder of the base in the wanted format, as transformers and SGLang load it.
 
     A checkpoint that is already in that format is used in place, as is any checkpoint with quantization.format=bf16.

@@ -27,8 +27,8 @@ SINGLE_NAME = "model.safetensors"
 class CheckpointReader:
     """A checkpoint folder.
 
-    Raises CheckpointError if the folder, its config.json or a shard is missing or truncated, if the index names a tensor
-    that its shard lacks, and if the checkpoint is quantised in a way that cannot be used.
+    Raises CheckpointError if the folder, its config.json or a shard is missing or truncated, if the index names a
+    tensor that its shard lacks, and if the checkpoint is quantised in a way that cannot be used.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -84,7 +84,8 @@ class CheckpointReader:
             return self.tensor(f"{module}.weight")
         if self.format is NumberFormat.bf16:
             raise CheckpointError(
-                f"{self.path}: {module} is quantised but config.json has no quantization_config; add the one it was made with"
+                f"{self.path}: {module} is quantised but config.json has no quantization_config; "
+                "add the one it was made with"
             )
         return FORMATS[self.format].from_checkpoint(self._parts(module), module)
 
@@ -114,7 +115,9 @@ class CheckpointReader:
             return
         for tensor, shard in _read_json(index, self.path)["weight_map"].items():
             if tensor not in self._files[shard].infos:
-                raise CheckpointError(f"{self.path / shard} lacks {tensor}, which {INDEX_NAME} says it has; copy it again")
+                raise CheckpointError(
+                    f"{self.path / shard} lacks {tensor}, which {INDEX_NAME} says it has; copy it again"
+                )
 
 
 def shard_names(path: Path) -> list[str]:
@@ -128,7 +131,8 @@ def shard_names(path: Path) -> list[str]:
     if (path / SINGLE_NAME).exists():
         return [SINGLE_NAME]
     raise CheckpointError(
-        f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME}; set the path to a Hugging Face folder with safetensors files"
+        f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME}; "
+        "set the path to a Hugging Face folder with safetensors files"
     )
 
 

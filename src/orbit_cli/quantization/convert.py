@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from orbit_cli.config.schema.base import NumberFormat, QuantizationConfig
 from orbit_cli.errors import CheckpointError, UserError
 from orbit_cli.quantization.checkpoint import INDEX_NAME, CheckpointReader
-from orbit_cli.quantization.files import copy_side_files, file_sha256, folder_lock, write_json
+from orbit_cli.quantization.files import copy_side_files, file_sha256, folder_lock, save_tensors, write_json
 from orbit_cli.quantization.formats import FORMATS, quantization_config
 from orbit_cli.quantization.gguf import GgufReader, shipped_smollm2
 from orbit_cli.quantization.identity import conversion_identity
@@ -139,6 +138,7 @@ class _Conversion:
                 self._save_state(records)
             else:
                 self.bytes_done += records[file].source_bytes
+        records = {file: records[file] for file, _ in self.shards}  # sums in the same order, resumed or not
         report = self._report(records)
         self._write_rest(records, report)
         (self.partial / STATE_NAME).unlink()
@@ -182,11 +182,7 @@ class _Conversion:
                     elapsed_s=time.monotonic() - self.started,
                 )
             )
-        temporary = self.partial / f"{file}.tmp"
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, self.partial / file)
+        save_tensors(tensors, self.partial / file)
         return _ShardRecord(
             sha256=file_sha256(self.partial / file),
             tensors={name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()},
@@ -194,9 +190,7 @@ class _Conversion:
             errors=errors,
         )
 
-    def _convert_tensor(
-        self, name: str, tensors: dict[str, torch.Tensor], errors: dict[str, dict[str, float]]
-    ) -> None:
+    def _convert_tensor(self, name: str, tensors: dict[str, torch.Tensor], errors: dict[str, dict[str, float]]) -> None:
         """Add to `tensors` what becomes of one source tensor; the parts of a quantised linear go with its codes."""
         module, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "weight_packed"):
@@ -217,6 +211,18 @@ class _Conversion:
             tensors[f"{module}.weight"] = self._plain(self.reader.linear(module), torch.bfloat16)
         else:
             tensors[name] = self.reader.tensor(name)
+
+    def _columns(self) -> set[int]:
+        """Input sizes of the quantised linears; only FP8 asks, whose codes have the weight's own shape."""
+        if self.config.format is not NumberFormat.fp8:
+            return set()
+        quantized = self.selection.encode | self.selection.copy
+        return {self._shape(module)[1] for module in quantized}
+
+    def _shape(self, module: str) -> tuple[int, int]:
+        if self.reader.is_quantized(module):
+            return self.reader.linear(module).shape
+        return self.reader.shape(f"{module}.weight")
 
     def _suffixes(self) -> tuple[str, ...]:
         return FORMATS[self.config.format].SUFFIXES
@@ -279,7 +285,8 @@ class _Conversion:
         if self.config.format is NumberFormat.bf16:
             return config
         heads = [] if "lm_head" in self.selection.plain else ["lm_head"]  # a tied head is a linear without a tensor
-        config["quantization_config"] = quantization_config(self.config.format, [*self.selection.plain, *heads])
+        ignore = [*self.selection.plain, *heads]
+        config["quantization_config"] = quantization_config(self.config.format, ignore, self._columns())
         return config
 
 

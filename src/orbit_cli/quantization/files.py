@@ -1,4 +1,4 @@
-"""Small file operations of the converter: atomic JSON, hashes, locks, copying what is not weights."""
+"""How the converter writes: atomic JSON and safetensors files, hashes, locks, copies of what is not weights."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from orbit_cli.errors import UserError
 
@@ -35,12 +38,24 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file atomically and durably, readable as the umask allows (safetensors makes it 0600)."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.touch()
+    mode = temporary.stat().st_mode
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
+    temporary.chmod(mode)
+    with temporary.open("rb") as written:
+        os.fsync(written.fileno())
+    os.replace(temporary, path)
+
+
 def copy_side_files(source: Path, target: Path) -> None:
     """Copy tokenizer, chat template, generation config and whatever else lies at the top of the folder but weights."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and path.name not in _REWRITTEN:
-            if not path.name.endswith(".index.json"):
-                shutil.copyfile(path, target / path.name)
+        weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.name not in _REWRITTEN:
+            shutil.copyfile(path, target / path.name)
 
 
 @contextmanager

@@ -6,12 +6,14 @@ bf16 is the absence of a format and has no entry.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 from orbit_cli.config.schema.base import NumberFormat
 from orbit_cli.errors import CheckpointError
 from orbit_cli.quantization import fp8, int4, mxfp4, nvfp4
+from orbit_kernels.decode import FP8_BLOCK
 
 FORMATS: dict[NumberFormat, ModuleType] = {
     NumberFormat.int4: int4,
@@ -44,20 +46,25 @@ def format_of(config: dict[str, Any], where: str) -> NumberFormat:
         matches = {_match_scheme(section, group) for group in groups.values()}
         if len(matches) == 1 and None not in matches:
             return matches.pop()
-    found = ", ".join(f"{key}={section[key]}" for key in ("quant_method", "format", "weight_block_size") if key in section)
+    keys = ("quant_method", "format", "weight_block_size")
+    found = ", ".join(f"{key}={section[key]}" for key in keys if key in section)
     raise CheckpointError(
         f"{where} is quantised as {found or 'something unknown'}, which cannot be used; use compressed-tensors INT4 "
         "(symmetric, groups of 32), MXFP4, NVFP4 or FP8 in blocks of 128x128, or an unquantised checkpoint"
     )
 
 
-def quantization_config(number_format: NumberFormat, ignore: list[str]) -> dict[str, Any]:
-    """The quantization_config that transformers and SGLang read; `ignore` names every linear that is not quantised."""
+def quantization_config(number_format: NumberFormat, ignore: list[str], columns: Iterable[int]) -> dict[str, Any]:
+    """The quantization_config that transformers and SGLang read.
+
+    `ignore` names every linear that is not quantised, `columns` has the input sizes of those that are.
+    """
     scheme = FORMATS[number_format].SCHEME
+    whole_blocks = number_format is NumberFormat.fp8 and not any(size % FP8_BLOCK for size in columns)
     group = {
         "targets": ["Linear"],
         "weights": dict(scheme["weights"]),
-        "input_activations": scheme.get("input_activations"),
+        "input_activations": dict(fp8.ACTIVATIONS) if whole_blocks else None,
         "output_activations": None,
         "format": scheme["format"],
     }

@@ -31,16 +31,18 @@ SCHEME: dict[str, Any] = {
         "block_structure": [FP8_BLOCK, FP8_BLOCK],
         "dynamic": False,
     },
-    # The published block scheme quantises activations in groups of 128 on the fly; SGLang accepts no other.
-    "input_activations": {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": FP8_BLOCK,
-        "dynamic": True,
-    },
 }
+
+ACTIVATIONS: dict[str, Any] = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": FP8_BLOCK,
+    "dynamic": True,
+}
+"""The published block scheme quantises activations in groups of 128 on the fly; SGLang's own kernels accept no other.
+Declared where every quantised linear has a multiple of 128 inputs; otherwise the checkpoint is weight-only."""
 
 
 def quantize(weight: torch.Tensor, name: str) -> QuantizedTensor:

@@ -17,6 +17,7 @@ import torch
 
 from orbit_cli.config.schema.base import NumberFormat
 from orbit_cli.errors import CheckpointError
+from orbit_cli.quantization.gguf_file import GgufFile
 from orbit_cli.quantization.safetensors_file import TensorInfo
 
 SHARD_BYTES = 4 << 30  # of bf16 output weights
@@ -54,17 +55,10 @@ class GgufReader:
     format = NumberFormat.bf16
 
     def __init__(self, path: Path | str) -> None:
-        import gguf
-
         self.path = Path(path).expanduser()
-        if not self.path.is_file():
-            raise CheckpointError(f"{self.path} is missing; set the path to a GGUF file")
-        try:
-            reader = gguf.GGUFReader(str(self.path))
-            self._fields = {field.name: field.contents() for field in reader.fields.values()}
-            self._blocks = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
-        except (ValueError, IndexError) as error:
-            raise CheckpointError(f"{self.path} is no complete GGUF file ({error}); copy it again") from error
+        self._file = GgufFile(self.path)
+        self._fields = self._file.fields
+        self._gguf_names = {_hf_name(name): name for name in self._file.tensors}
         architecture = self._fields.get("general.architecture")
         if architecture != "llama":
             raise CheckpointError(
@@ -74,17 +68,17 @@ class GgufReader:
         self.config = self._config()
 
     def names(self) -> list[str]:
-        return sorted(self._blocks)
+        return sorted(self._gguf_names)
 
     def has(self, name: str) -> bool:
-        return name in self._blocks
+        return name in self._gguf_names
 
     def info(self, name: str) -> TensorInfo:
         shape = self.shape(name)
         return TensorInfo(dtype="BF16", shape=shape, nbytes=2 * torch.Size(shape).numel(), start=0)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._blocks[name].shape))  # GGUF lists the fastest axis first
+        return self._file.tensors[self._gguf_names[name]].shape
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._decode(name).to(torch.bfloat16)
@@ -99,7 +93,7 @@ class GgufReader:
         return [f"{module}.weight"]
 
     def modules(self) -> list[str]:
-        return sorted(name.removesuffix(".weight") for name in self._blocks if name.endswith(".weight"))
+        return sorted(name.removesuffix(".weight") for name in self._gguf_names if name.endswith(".weight"))
 
     def shards(self) -> Iterator[tuple[str, list[str]]]:
         """Shards to write, none above SHARD_BYTES if no tensor is."""
@@ -173,10 +167,7 @@ class GgufReader:
         return self._fields[f"tokenizer.ggml.{kind}_token_id"]
 
     def _decode(self, name: str) -> torch.Tensor:
-        import gguf
-
-        block = self._blocks[name]
-        values = torch.from_numpy(gguf.dequantize(block.data, block.tensor_type))  # float32
+        values = self._file.decode(self._gguf_names[name])
         if name.endswith("q_proj.weight"):
             return _half_rotary_rows(values, self._llama("attention.head_count"))
         if name.endswith("k_proj.weight"):

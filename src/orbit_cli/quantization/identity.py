@@ -1,7 +1,7 @@
 """Names for content: which source and settings a conversion has, and a checksum of a finished base.
 
-A checkpoint of hundreds of gigabytes cannot be hashed on every start, so a source is identified by its config, the headers,
-sizes and times of its files; `base_checksum` reads every byte.
+A checkpoint of hundreds of gigabytes cannot be hashed on every start, so a source is identified by its config and the
+headers, sizes and times of its files; `base_checksum` reads every byte.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def conversion_identity(source: Path, config: QuantizationConfig) -> str:
 def base_checksum(path: Path | str) -> str:
     """Hex sha256 over all tensors of a checkpoint folder: name, dtype, shape and bytes, in sorted name order.
 
-    Does not depend on how tensors are spread over files. Reads everything, so it is computed when asked for, never kept.
+    Does not depend on how tensors are spread over files. Reads everything; computed when asked for, never kept.
     """
     path = Path(path)
     files = [SafetensorsFile(path / name) for name in shard_names(path)]

@@ -1,7 +1,7 @@
 """INT4, symmetric, groups of 32 along the inputs: compressed-tensors' "pack-quantized", the format of Kimi-K2.
 
-w = q * scale with q in -8..7 stored as the nibble q + 8. Encoding follows compressed-tensors 0.20.1: scale = amax / 7.5,
-round half to even, saturate. The scale is rounded to its stored dtype first, so codes belong to the scale that is used.
+w = q * scale with q in -8..7 stored as the nibble q + 8. Encoding follows compressed-tensors 0.20.1 (scale amax / 7.5,
+round half to even, saturate). The scale is rounded to its stored dtype first, so codes fit the scale that is used.
 In memory two codes share a byte; the checkpoint's int32 words are the same bytes on a little-endian machine.
 """
 

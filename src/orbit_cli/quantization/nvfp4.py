@@ -1,8 +1,8 @@
 """NVFP4: E2M1 codes with one E4M3 scale per 16 inputs and one float32 per tensor ("nvfp4-pack-quantized").
 
 w = e2m1 * scale / global_scale: compressed-tensors stores the global scale as a divisor (ModelOpt stores its inverse).
-Encoding follows compressed-tensors 0.20.1: global = 448 * 6 / amax(tensor), scale = e4m3(global * amax(group) / 6), 0.125
-where that is 0. Linears that an engine fuses (q, k, v; gate, up) must share one global scale: pass `tensor_amax`.
+Encoding follows compressed-tensors 0.20.1: global = 448 * 6 / amax(tensor), scale = e4m3(global * amax(group) / 6), or
+0.125 where that is 0. Linears that an engine fuses (q, k, v; gate, up) must share one global scale: pass `tensor_amax`.
 """
 
 from __future__ import annotations

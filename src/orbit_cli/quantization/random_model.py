@@ -1,7 +1,7 @@
 """Freshly initialised checkpoints for tests and benchmarks, as normal Hugging Face folders.
 
-transformers gives names and shapes (on the meta device); numbers are seeded by tensor name, so one tensor does not depend
-on the others. Written as engines read it: one tensor per expert, and for MLA models the older names of the rope settings.
+transformers gives names and shapes (on the meta device); numbers are seeded by tensor name, so no tensor depends on the
+others. Written as engines read it: one tensor per expert, and for MLA models the older names of the rope settings.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from orbit_cli.config.schema.base import ModelConfig
 from orbit_cli.errors import ConfigError
-from orbit_cli.quantization.files import copy_side_files, write_json
+from orbit_cli.quantization.files import copy_side_files, save_tensors, write_json
 from orbit_cli.quantization.gguf import GgufReader, shipped_smollm2
 
 RANDOM_VERSION = 1
@@ -25,8 +24,8 @@ RANDOM_VERSION = 1
 def write_random_checkpoint(model: ModelConfig, folder: Path) -> None:
     """Write config.json, model.safetensors (bfloat16) and tokenizer files into the existing empty folder.
 
-    Matrices are normal with standard deviation model.init_scale, norms 1, biases 0. Raises ConfigError for an architecture
-    that transformers does not know or whose vocabulary is smaller than the tokenizer's.
+    Matrices are normal with standard deviation model.init_scale, norms 1, biases 0. Raises ConfigError for an
+    architecture that transformers does not know or whose vocabulary is smaller than the tokenizer's.
     """
     from transformers import AutoModelForCausalLM
 
@@ -39,7 +38,7 @@ def write_random_checkpoint(model: ModelConfig, folder: Path) -> None:
             continue
         for part, shape in _file_tensors(name, tuple(empty.shape)):
             tensors[part] = _initial(part, shape, model.init_seed, model.init_scale)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_tensors(tensors, folder / "model.safetensors")
     _write_tokenizer(model, folder, config.vocab_size)
     write_json(folder / "config.json", _config_json(config, type(network).__name__))
 
@@ -47,12 +46,13 @@ def write_random_checkpoint(model: ModelConfig, folder: Path) -> None:
 def _build_config(model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
-    fields = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, **model.architecture}  # ids of SmolLM2's tokenizer
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # of SmolLM2's tokenizer
+    fields = {**special, **model.architecture}
     model_type = fields.pop("model_type")
     try:
         return AutoConfig.for_model(model_type, **fields)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"model.architecture with model_type={model_type} is refused by transformers: {error}") from error
+        raise ConfigError(f"model.architecture of type {model_type} is refused by transformers: {error}") from error
 
 
 def _config_json(config: Any, architecture: str) -> dict[str, Any]:
@@ -73,10 +73,8 @@ def _file_tensors(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[in
     if not prefix.endswith(".experts") or len(shape) != 3:
         return [(name, shape)]
     experts, rows, columns = shape
-    if last == "gate_up_proj":
-        parts = [("gate_proj", rows // 2), ("up_proj", rows // 2)]
-    else:
-        parts = [(last, rows)]
+    halves = [("gate_proj", rows // 2), ("up_proj", rows // 2)]
+    parts = halves if last == "gate_up_proj" else [(last, rows)]
     return [(f"{prefix}.{e}.{part}.weight", (size, columns)) for e in range(experts) for part, size in parts]
 
 

@@ -46,7 +46,7 @@ class SafetensorsFile:
                 self._handle = safe_open(str(self.path), framework="pt")
             return self._handle.get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{self.path}: tensor {name} cannot be read ({error}); copy the file again") from error
+            raise CheckpointError(f"{self.path}: tensor {name} cannot be read ({error}); copy it again") from error
 
     def raw_bytes(self, name: str) -> bytes:
         """The stored bytes of one tensor, whatever its dtype."""

@@ -106,7 +106,7 @@ def check_finite(amax: torch.Tensor, name: str) -> None:
     """Refuse weights whose largest magnitudes are not finite: a code would hide them."""
     if not torch.isfinite(amax).all():
         kind = "NaN" if torch.isnan(amax).any() else "Inf"
-        raise CheckpointError(f"{name} holds {kind}, which no code can store; repair the checkpoint before quantising it")
+        raise CheckpointError(f"{name} holds {kind}, which no code can store; repair the checkpoint first")
 
 
 def check_scale(scale: torch.Tensor, name: str) -> None:

@@ -16,6 +16,7 @@ from orbit_cli.rewards.pool import WorkerPool
 from orbit_cli.rewards.reasoning_gym_task import TaskSpec
 from orbit_cli.rewards.score import GradeFailure, Scorer
 from orbit_cli.rewards.scorers import build_scorer, is_bounded
+from orbit_cli.rewards.text_match import compile_field
 from orbit_cli.types import Prompt
 
 WORKERS = 2
@@ -73,8 +74,10 @@ def build_grader(config: RewardConfig, task: TaskSpec | None = None, workers: in
     """
     if is_bounded(config):
         return Grader(config.kind, build_scorer(config, task), config.correct_above)
-    if config.kind is not RewardKind.python:
-        build_scorer(config, task)  # refuses bad fields here and now; a user's function is imported by the worker alone
+    if config.extract:
+        compile_field(config.extract, "environment.reward.extract")
+    if config.kind in (RewardKind.regex, RewardKind.task):
+        build_scorer(config, task)  # refuses bad fields here and now; the other kinds are slow or foreign to import
     pool = WorkerPool((config, task), workers, config.timeout_s)
     if config.kind is RewardKind.python:
         pool.check()

@@ -22,29 +22,29 @@ def math_scorer(config: RewardConfig) -> Scorer:
     With `extract`, its last match is graded (the last box in it, if it has one). Raises ValueError where the reference
     answer cannot be parsed.
     """
+    from math_verify import (
+        parse,
+        verify,
+    )  # sympy: seconds to import, so only where it is used, and before the first grade
+
     extract = compile_field(config.extract, "environment.reward.extract") if config.extract else None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its timeouts are off
 
-    def score(response: str, prompt: Prompt) -> Score:
-        from math_verify import verify  # sympy: seconds to import
+    def parse_boxed(expression: str) -> list[Any]:
+        return parse(f"\\boxed{{{expression}}}", parsing_timeout=None)
 
+    def score(response: str, prompt: Prompt) -> Score:
         text = last_group(extract, response) if extract else response
         boxed = None if text is None else last_boxed(text)
         candidate = text if boxed is None and extract else boxed
         reference = reference_answer(prompt)
-        gold = _parse(last_boxed(reference) or reference)
+        gold = parse_boxed(last_boxed(reference) or reference)
         if not gold:
             raise ValueError(f"the answer {reference!r} of prompt {prompt.id} cannot be parsed as mathematics")
-        parsed = [] if candidate is None else _parse(candidate)
+        parsed = [] if candidate is None else parse_boxed(candidate)
         if not parsed:
             return Score(0.0, candidate)
         equal = verify(gold, parsed, timeout_seconds=None, raise_on_error=True)
         return Score(float(equal), str(parsed[0]))
 
     return score
-
-
-def _parse(expression: str) -> list[Any]:
-    from math_verify import parse
-
-    return parse(f"\\boxed{{{expression}}}", parsing_timeout=None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import random
 import threading
 from collections.abc import Iterator
@@ -58,13 +59,12 @@ def open_dataset(task: TaskSpec, seed: int, size: int) -> Any:
                 f"environment.params.{name} is no parameter of the task {task.name}; {_nearest(name, known)}"
             )
     params = dict(task.params)
-    if task.name == "composite":
-        params["datasets"] = [
-            reasoning_gym.composite.DatasetSpec(**{"weight": 1.0, "config": {}} | spec) for spec in params["datasets"]
-        ]
     try:
+        if task.name == "composite":
+            spec = functools.partial(reasoning_gym.composite.DatasetSpec, weight=1.0, config={})
+            params["datasets"] = [spec(**part) for part in params.get("datasets", [])]
         return create_dataset(task.name, seed=seed, size=size, **params)
-    except (AssertionError, ValueError, TypeError, KeyError) as error:  # what the tasks' own validation raises
+    except (AssertionError, ValueError, TypeError) as error:  # what the tasks' own validation raises
         given = ", ".join(f"{key}={value}" for key, value in task.params.items()) or "its defaults"
         raise ConfigError(
             f"the task {task.name} refuses {given}: {error or type(error).__name__}; correct environment.params"

@@ -57,6 +57,7 @@ class AdaptedLinearMethod:
         for shard in self.outputs:
             self.bounds.append(self.bounds[-1] + shard.size)
         self.wanted = [projection in room.targets for projection in self.projections]
+        self.serves_lora = True  # False where a low-rank sum could not be added in every form the layer takes
         self.pieces = _column_pieces(self.inner, layer, self.bounds)
         self._allocate(layer, room)
 
@@ -96,7 +97,7 @@ class AdaptedLinearMethod:
             if wanted and kind == "oft":
                 b = room.block_size
                 shapes[f"{name}.oft_R"] = (self.inputs.full // b, b, b)
-            elif wanted:
+            elif wanted and self.serves_lora:
                 shapes[f"{name}.lora_A"] = (room.rank, self.inputs.full)
                 shapes[f"{name}.lora_B"] = (out.full, room.rank)
         return shapes

@@ -94,8 +94,10 @@ class AdapterManager:
             module._use_min_latency_fused_a_gemm = False
             module._use_min_latency_q_b_gemm = False
             method = getattr(module.kv_b_proj, "quant_method", None)
-            if isinstance(method, AdaptedLinearMethod) and method.rotations is not None:
-                rotate_latent_attention(module, method)
+            if isinstance(method, AdaptedLinearMethod):
+                method.serves_lora = False  # absorbed attention never forms what it would be added to
+                if method.rotations is not None:
+                    rotate_latent_attention(module, method)
 
     def _check_targets(self) -> None:
         found = {

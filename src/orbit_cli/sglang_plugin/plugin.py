@@ -25,10 +25,13 @@ HOOKS = (
     ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "sampler:keep_seeds", "after"),
     ("sglang.srt.model_executor.model_runner.ModelRunner.sample", "stamp:stamp", "after"),
     ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "report:answer", "after"),
+    ("sglang.srt.managers.scheduler.Scheduler._can_schedule_lora_req", "groups:may_run", "around"),
+    ("sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority", "groups:mark_followers", "after"),
 )
 CPU_HOOKS = (
     ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.__init__", "cpu.rope:init_without_vllm", "around"),
     ("sglang.srt.distributed.parallel_state.GroupCoordinator.__init__", "cpu.parallel:init_without_nccl", "around"),
+    ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", "cpu.head:compute_lm_head", "around"),
     (f"{_NATIVE_ATTENTION}.init_forward_metadata", "cpu.attention:forget_plan", "before"),
     (f"{_NATIVE_ATTENTION}._run_sdpa_forward_decode", "cpu.attention:decode", "around"),
     (f"{_NATIVE_ATTENTION}._run_sdpa_forward_extend", "cpu.attention:extend", "around"),

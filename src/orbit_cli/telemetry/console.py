@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -38,7 +38,7 @@ class RunConsole:
     """Shows one run. Use as a context manager, so that the terminal is given back whatever happens.
 
     >>> with RunConsole(ConsoleMode.auto, total_steps=30) as console:
-    ...     console.receipts({"seed": "0"})
+    ...     console.receipts(["seed  0"])
     ...     console.phase("rollout")
     ...     console.row(metrics.write("train", 1, {"reward_mean": 0.1}))
     """
@@ -47,7 +47,8 @@ class RunConsole:
         # soft_wrap: a line is a line, so that paths can be copied and logs searched.
         self._out = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._rich = mode is ConsoleMode.rich or (mode is ConsoleMode.auto and self._out.is_terminal)
-        self._total, self._done, self._first = total_steps, 0, 0
+        self._total, self._done = total_steps, 0
+        self._paces: list[float] = []  # seconds of each step
         self._started = time.monotonic()
         self._last_progress = 0.0
         self._phase = "starting"
@@ -63,17 +64,14 @@ class RunConsole:
     ) -> None:
         self.close()
 
-    def receipts(self, receipts: Mapping[str, str | list[str]]) -> None:
-        """Print the block that a run starts with; long lists (of adapted tensors) are shown by kind."""
-        for label, text in receipts.items():
-            lines = [text] if isinstance(text, str) else condense(text)
-            for number, line in enumerate(lines):
-                self._out.print(f"{label if number == 0 else '':<17} {line}", markup=False)
+    def receipts(self, lines: Sequence[str]) -> None:
+        """Print the block that a run starts with."""
+        for line in lines:
+            self._out.print(line, markup=False)
 
     def start(self, first_step: int = 0) -> None:
-        """The first step after `first_step` begins: rate and ETA count from here."""
-        self._first = self._done = first_step
-        self._started = time.monotonic()
+        """Training goes on after `first_step` finished steps; a terminal gets its live table from here."""
+        self._done = first_step
         if self._rich and self._live is None:
             self._live = Live(self._view(), console=self._out, refresh_per_second=4, transient=True)
             self._live.start()
@@ -101,6 +99,7 @@ class RunConsole:
         """A row of metrics.jsonl as MetricsWriter.write returned it."""
         if row["kind"] == "train":
             self._done = row["step"]
+            self._paces += [row["step_seconds"]] if row.get("step_seconds") is not None else []
             self._recent = [*self._recent, row][-RECENT_ROWS:]
             if not self._rich:
                 self._out.print(self._plain(row), markup=False)
@@ -121,11 +120,10 @@ class RunConsole:
                 self._out.print(self._last_eval, markup=False)
 
     def eta_seconds(self) -> float | None:
-        """Time left by the mean pace so far, or None before the first step is done."""
-        done = self._done - self._first
-        if done < 1:
+        """Time left for the training steps by their mean pace so far; None before the first is done."""
+        if not self._paces:
             return None
-        return (time.monotonic() - self._started) / done * (self._total - self._done)
+        return sum(self._paces) / len(self._paces) * (self._total - self._done)
 
     def _refresh(self) -> None:
         if self._live is not None:
@@ -181,18 +179,3 @@ def eval_line(row: dict[str, Any]) -> str:
         parts.append(f"[{row['accuracy_low']:.3f}, {row['accuracy_high']:.3f}]")
     parts += [f"{name} {cell(value, '{:.3f}')}" for name, value in row.items() if re.fullmatch(r"pass@\d+", name)]
     return "  ".join(parts)
-
-
-_TENSOR = re.compile(r"(?:.*\.)?(?P<leaf>\w+) (?P<shape>\(.*\)) (?P<count>[\d,]+)")
-
-
-def condense(lines: list[str]) -> list[str]:
-    """A long list of `path.to.q_proj (576, 576) 8,928` as one line per name and shape, with counts and sums."""
-    found = [_TENSOR.fullmatch(line) for line in lines]
-    if len(lines) <= 8 or not all(found):
-        return lines
-    groups: dict[tuple[str, str], list[int]] = {}
-    for match in found:
-        assert match is not None
-        groups.setdefault((match["leaf"], match["shape"]), []).append(int(match["count"].replace(",", "")))
-    return [f"{len(counts):>5} x {leaf} {shape}  {sum(counts):,}" for (leaf, shape), counts in groups.items()]

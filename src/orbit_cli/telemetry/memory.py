@@ -7,7 +7,7 @@ not allowed the peak since start is recorded, and said so. Never imports torch: 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 from orbit_cli.telemetry.files import read_json, write_json
 
 GIB = 1 << 30
+NOTICEABLE_GIB = 1 / 1024
 
 
 class MemoryRecorder:
-    """Keeps the largest peak seen in each phase and writes memory.json at the end of every phase.
+    """Keeps the largest peak seen in each phase and writes memory.json whenever one grew.
 
     >>> with MemoryRecorder(folder.memory).phase("rollout"):
     ...     pass
@@ -28,7 +29,6 @@ class MemoryRecorder:
         self._path = path
         earlier = read_json(path) or {}  # of the run that is resumed
         self._phases: dict[str, dict[str, float]] = earlier.get("phases", {})
-        self._parts: dict[str, float] = earlier.get("trainer_parts_gib", {})
         self._resettable = True
 
     @contextmanager
@@ -39,11 +39,6 @@ class MemoryRecorder:
             yield
         finally:
             self._join(name, peaks())
-
-    def parts(self, nbytes: Mapping[str, int]) -> None:
-        """Bytes that the trainer's model holds, by category."""
-        self._parts = {name: count / GIB for name, count in nbytes.items()}
-        self._write()
 
     def _reset(self) -> None:
         try:
@@ -57,13 +52,14 @@ class MemoryRecorder:
 
     def _join(self, name: str, seen: dict[str, float]) -> None:
         kept = self._phases.setdefault(name, {})
-        for key, value in seen.items():
-            kept[key] = max(kept.get(key, 0.0), value)
-        self._write()
+        grown = {key: value for key, value in seen.items() if value > kept.get(key, -1.0) + NOTICEABLE_GIB}
+        kept |= grown
+        if grown:  # a phase runs every few seconds; the file is written when there is something new in it
+            self._write()
 
     def _write(self) -> None:
         kind = "peak in the phase" if self._resettable else "peak since the process started"
-        record = {"process_gib_is": kind, "phases": self._phases, "trainer_parts_gib": self._parts}
+        record = {"process_gib_is": kind, "phases": self._phases}
         write_json(self._path, record)
 
 

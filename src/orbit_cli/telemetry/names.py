@@ -64,6 +64,8 @@ NAMES: dict[str, str] = {
     # evaluation
     "accuracy_low": "lower end of the 95% bootstrap interval over prompts",
     "accuracy_high": "upper end of the same",
+    "avg_k": "mean correctness over all samples of a prompt, then over prompts",
+    "maj_k": "share of prompts whose most frequent answer is correct",
     "prompts": "held-out prompts evaluated",
     "samples": "train: samples of the step; eval: samples per prompt",
     # publish
@@ -75,8 +77,6 @@ NAMES: dict[str, str] = {
 PATTERNS: dict[str, str] = {
     r"pass@[1-9]\d*": "unbiased pass@k (2107.03374): chance that at least one of k samples is correct",
     r"pass@[1-9]\d*_(low|high)": "its 95% bootstrap interval over prompts",
-    r"avg@[1-9]\d*": "mean correctness of k samples, over prompts",
-    r"maj@[1-9]\d*": "share of prompts whose most frequent answer among k is correct",
     r"reward_part/[\w.-]+": "mean of one part of the reward",
 }
 

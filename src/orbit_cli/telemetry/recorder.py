@@ -7,31 +7,29 @@ callers, and nothing that a mirror does reaches them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.system import WandbMode
 from orbit_cli.config.serialize import to_plain
 from orbit_cli.telemetry.console import RunConsole
-from orbit_cli.telemetry.files import write_json
 from orbit_cli.telemetry.memory import MemoryRecorder, rss_gib
 from orbit_cli.telemetry.metrics import JsonLines, MetricsWriter, read_rows
+from orbit_cli.telemetry.receipts import AdaptedRow, receipts
+from orbit_cli.telemetry.report import figures
 from orbit_cli.telemetry.run_folder import RunFolder
 from orbit_cli.telemetry.wandb_mirror import WandbMirror
 from orbit_cli.types import EvalResult, Trajectory
-
-if TYPE_CHECKING:
-    from orbit_cli.models.build import TrainerModel
 
 
 class Recorder:
     """Records one run; a context manager, so that files are closed and the terminal is given back.
 
     >>> with Recorder(folder, config) as recorder:
-    ...     recorder.resume_at(0)
+    ...     recorder.open(0)
     ...     with recorder.phase("rollout"):
     ...         ...
     ...     recorder.step(1, {"reward_mean": 0.2}, trajectories)
@@ -57,6 +55,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._mirror is not None:
+            self._mirror.summary(figures(self.folder.path))
             self._mirror.close(failed=error is not None)
             if self._mirror.problem:
                 self.notify(f"W&B: {self._mirror.problem}; the run folder has everything")
@@ -64,23 +63,24 @@ class Recorder:
 
     # What there is to know before and between steps
 
-    def resume_at(self, step: int, wandb_id: str | None = None) -> None:
+    def open(self, step: int, wandb_id: str | None = None) -> None:
         """Training goes on after `step` finished steps (0: from the start): rows of later steps are dropped."""
         self._open(step)
         if self._config.logging.wandb is not WandbMode.off:
             self._mirror = WandbMirror(self._config.logging, self.folder, to_plain(self._config), wandb_id)
         self._console.start(step)
 
-    def receipts(self, receipts: Mapping[str, str | list[str]]) -> None:
+    def receipts(self, adapted: Sequence[AdaptedRow], facts: Sequence[tuple[str, str]]) -> None:
         """What the run is about to do: printed, and kept in receipts.json."""
-        write_json(self.folder.receipts, dict(receipts))
-        self._console.receipts(receipts)
+        made = receipts(self._config, run=self.folder.path, adapted=adapted, facts=facts)
+        made.save(self.folder.receipts)
+        self._console.receipts(made.lines())
 
     def notify(self, text: str) -> None:
         """A line for the person who watches."""
         self._console.note(text)
 
-    def sampled(self, count: int) -> None:
+    def turn(self, count: int) -> None:
         """`count` more samples have ended a turn."""
         self._sampled += count
         self._console.phase(f"rollout {self._sampled}")
@@ -140,32 +140,12 @@ class Recorder:
         """Id of the W&B run, for the checkpoint."""
         return self._mirror.id if self._mirror is not None else None
 
-    def export_adapter(self, model: TrainerModel, step: int) -> None:
-        """Keep the adapter as it is after `step` steps, as a PEFT folder below adapters/."""
-        from orbit_cli.adapters.peft_io import export_adapter  # brings torch
-
-        export_adapter(model.bank, self.folder.adapter_at(step))
-
-    def memory_parts(self, parts: Mapping[str, int]) -> None:
-        """Bytes of the trainer's model by category, for memory.json."""
-        self._memory.parts(parts)
-
-    def summary(self, figures: Mapping[str, Any]) -> None:
-        """The end: figures into summary.json and on the screen."""
-        from orbit_cli.telemetry.report import summary_text
-
-        write_json(self.folder.summary, dict(figures))
-        self._console.close()
-        self._console.note(summary_text(dict(figures)))
-        if self._mirror is not None:
-            self._mirror.summary(figures)
-
     def _open(self, resume_step: int | None) -> None:
         self._metrics = self._stack.enter_context(MetricsWriter(self.folder.metrics, resume_step=resume_step))
         self._samples = self._stack.enter_context(JsonLines(self.folder.samples, resume_step=resume_step))
 
     def _write_samples(self, step: int, trajectories: list[Trajectory]) -> None:
-        assert self._samples is not None, "resume_at comes before the first step"
+        assert self._samples is not None, "open comes before the first step"
         wanted = min(self._config.logging.samples_per_step, len(trajectories))
         for index in range(wanted):
             chosen = trajectories[index * len(trajectories) // wanted]  # evenly over the groups

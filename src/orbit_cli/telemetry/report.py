@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from orbit_cli.telemetry.files import write_atomic
+from orbit_cli.telemetry.files import write_atomic, write_json
 from orbit_cli.telemetry.metrics import read_rows
 from orbit_cli.telemetry.run_folder import RunFolder
 
@@ -36,6 +36,7 @@ def figures(run: Path) -> dict[str, Any]:
     evals = [row for row in rows if row["kind"] == "eval"]
     steps = train[-1]["step"] if train else 0
     fifth = max(1, len(train) // 5)
+    adapter = folder.latest_adapter()
     gaps = values(train, "logprob_gap_mean")
     return {
         "run": str(folder.path),
@@ -54,17 +55,18 @@ def figures(run: Path) -> dict[str, Any]:
         "step_seconds": _mean(values(train, "step_seconds")),
         "seconds": {phase: sum(values(rows, f"{phase}_seconds")) for phase in ("rollout", "train", "sync", "eval")},
         "grading_failures": int(sum(values(train, "grading_failures"))),
-        "adapter": str(folder.adapter) if folder.adapter.is_dir() else None,
+        "adapter": str(adapter) if adapter is not None else None,
         "report": str(folder.report) if folder.report.is_file() else None,
     }
 
 
 def write_report(run: Path) -> Path:
-    """Write report.html of a run folder and return its path. Raises UserError if `run` is no run folder."""
+    """Write report.html and summary.json of a run folder; the page's path. Raises UserError if `run` is none."""
     from orbit_cli.telemetry.report_page import page
 
     folder = RunFolder.open(run)
     write_atomic(folder.report, page(folder, figures(run)))
+    write_json(folder.summary, figures(run))  # after the page, which it names
     return folder.report
 
 
@@ -108,7 +110,7 @@ def _state(folder: RunFolder, steps: int) -> str:
 def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
     named = {"step": row["step"], "accuracy": row.get("accuracy")}
     named |= {"low": row.get("accuracy_low"), "high": row.get("accuracy_high")}
-    return named | {name: value for name, value in row.items() if name.startswith(("pass@", "avg@", "maj@"))}
+    return named | {name: value for name, value in row.items() if name.startswith(("pass@", "avg_k", "maj_k"))}
 
 
 def _mean(numbers: list[float]) -> float | None:

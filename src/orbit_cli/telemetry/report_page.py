@@ -9,6 +9,7 @@ from typing import Any
 from orbit_cli.telemetry.charts import Series, line_chart, number, stacked_bars
 from orbit_cli.telemetry.files import read_json
 from orbit_cli.telemetry.metrics import read_rows
+from orbit_cli.telemetry.receipts import Receipts
 from orbit_cli.telemetry.report import summary_text
 from orbit_cli.telemetry.run_folder import RunFolder
 
@@ -143,11 +144,9 @@ def _memory(folder: RunFolder) -> str:
         f"<tr><th>{escape(name)}</th>{''.join(f'<td>{phase.get(column, 0.0):.2f}</td>' for column in columns)}</tr>"
         for name, phase in found["phases"].items()
     )
-    parts = "".join(f"<tr><th>{escape(k)}</th><td>{v:.4f}</td></tr>" for k, v in found["trainer_parts_gib"].items())
     kind = escape(found["process_gib_is"])
     note = f"<p class='sub'>GiB; process: {kind}; children: the engine, when the phase ended</p>"
-    table = f"<table><tr><th>phase</th>{head}</tr>{lines}</table>{note}"
-    return table + (f"<table><tr><th>part of the trainer</th><th>GiB</th></tr>{parts}</table>" if parts else "")
+    return f"<table><tr><th>phase</th>{head}</tr>{lines}</table>{note}"
 
 
 def _samples(folder: RunFolder) -> str:
@@ -168,14 +167,14 @@ def _samples(folder: RunFolder) -> str:
 
 
 def _receipts(folder: RunFolder) -> str:
-    found = read_json(folder.receipts)
-    if not found:
+    found = Receipts.load(folder.receipts)
+    if found is None:
         return ""
-    short = {label: text for label, text in found.items() if isinstance(text, str)}
-    table = "".join(f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in short.items())
-    lists = "".join(
-        f"<details><summary>{escape(label)} ({len(lines)})</summary><pre>{escape(chr(10).join(lines))}</pre></details>"
-        for label, lines in found.items()
-        if isinstance(lines, list)
+    pairs = [pair for lines in found.blocks.values() for pair in lines]
+    table = "".join(f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in pairs)
+    adapted = "".join(
+        f"<tr><th>{escape(row.name)}</th><td>{row.modules} x [{escape(row.shape)}]</td><td>{row.parameters:,}</td></tr>"
+        for row in found.adapted
     )
-    return f"<table>{table}</table>{lists}"
+    head = "<tr><th>adapted</th><th>linears x [out x in]</th><th>parameters</th></tr>"
+    return f"<table>{table}</table>" + (f"<p></p><table>{head}{adapted}</table>" if adapted else "")

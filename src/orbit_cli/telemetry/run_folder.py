@@ -2,8 +2,7 @@
 
 config.yaml     the resolved config           metrics.jsonl   one object per training step, evaluation, publish
 samples.jsonl   samples for people to read    memory.json     peaks by phase
-adapter/        the last adapter, PEFT format adapters/       those that were evaluated, by step
-checkpoints/    what resuming needs
+adapters/       one PEFT folder per version   checkpoints/    what resuming needs
 engine.log      the engine's own log          wandb_id        id of the W&B run, reused on resume
 receipts.json   what was printed at the start report.html     the report; summary.json: its figures
 status.json     running | finished | failed | interrupted, and the process id
@@ -127,11 +126,6 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
-    def adapter(self) -> Path:
-        """The adapter that the run ended with, as a PEFT folder."""
-        return self.path / "adapter"
-
-    @property
     def adapters(self) -> Path:
         return self.path / "adapters"
 
@@ -167,9 +161,15 @@ class RunFolder:
     def _status(self) -> Path:
         return self.path / "status.json"
 
-    def adapter_at(self, step: int) -> Path:
-        """Folder of the adapter after `step` steps, whether or not it exists yet."""
-        return self.adapters / f"step_{step:06d}"
+    def adapter(self, version: int) -> Path:
+        """Folder of an adapter version, whether or not it exists yet."""
+        return self.adapters / f"{version:06d}"
+
+    def latest_adapter(self) -> Path | None:
+        """Folder of the newest adapter version that is complete (it has its adapter_config.json)."""
+        complete = [path.parent for path in self.adapters.glob("*/adapter_config.json")]
+        numbered = [path for path in complete if path.name.isdecimal()]
+        return max(numbered, key=lambda path: int(path.name), default=None)
 
     def load_config(self) -> OrbitConfig:
         """The resolved config. Raises ConfigError if it cannot be read."""

@@ -55,7 +55,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):
         slope, *rest = ctx.saved_tensors
         grad = torch.zeros_like(slope) if grad_logprobs is None else (slope * grad_logprobs[:, None]).to(slope.dtype)
-        if rest and grad_entropy is not None:  # an entropy that is only logged costs nothing here
+        if rest and grad_entropy is not None and grad_entropy.any():  # one that is only logged costs nothing here
             hidden, weight, entropy = rest
             for start in range(0, len(entropy), ctx.chunk):
                 part = slice(start, start + ctx.chunk)

@@ -107,8 +107,6 @@ class HardwareConfig:
     """GPUs used."""
     threads: int | None = None
     """CPU threads of trainer and engine each (they take turns); null: all cores."""
-    memory_gib: float | None = None
-    """Memory of one GPU (or of the machine, on a CPU); null: not known."""
 
 
 class WandbMode(StrEnum):

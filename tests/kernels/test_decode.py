@@ -1,0 +1,91 @@
+"""Decoding of every number format against float64 arithmetic written out here."""
+
+import pytest
+import torch
+
+from orbit_kernels.decode import FORMATS, decode_ue8m0, dequantize, unpack_codes
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def random_case(fmt: str, rows: int, columns: int, lead: tuple[int, ...] = ()):
+    """(packed, scale, global_scale, float64 weight) of random codes; the weight is computed element by element."""
+    codes = torch.randint(0, 16, (*lead, rows, columns))
+    packed = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    if fmt == "int4":
+        scale = (torch.rand(*lead, rows, columns // 32) + 0.1).to(torch.bfloat16)
+        weight = (codes - 8).double() * scale.double().repeat_interleave(32, -1)
+        return packed, scale, None, weight
+    if fmt == "mxfp4":
+        scale = torch.randint(110, 140, (*lead, rows, columns // 32), dtype=torch.uint8)
+        weight = E2M1[codes] * (2.0 ** (scale.double() - 127)).repeat_interleave(32, -1)
+        return packed, scale, None, weight
+    if fmt == "nvfp4":
+        scale = (torch.rand(*lead, rows, columns // 16) * 400 + 1).to(torch.float8_e4m3fn)
+        global_scale = torch.rand(*lead, 1) * 1000 + 1
+        effective = scale.float() / global_scale.unsqueeze(-1)  # float32, as compressed-tensors divides
+        return packed, scale, global_scale, E2M1[codes] * effective.double().repeat_interleave(16, -1)
+    if fmt == "fp8":
+        packed = (torch.randn(*lead, rows, columns) * 50).to(torch.float8_e4m3fn)
+        scale = torch.rand(*lead, -(-rows // 128), -(-columns // 128)) + 0.01
+        full = scale.double().repeat_interleave(128, -2).repeat_interleave(128, -1)[..., :rows, :columns]
+        return packed, scale, None, packed.double() * full
+    weight = torch.randn(*lead, rows, columns).to(torch.bfloat16)
+    return weight, None, None, weight.double()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_decode_rounds_the_exact_product_once(fmt, lead, dtype):
+    packed, scale, global_scale, expected = random_case(fmt, 130, 192, lead)
+    decoded = dequantize(packed, scale, fmt, dtype, global_scale)
+    assert decoded.dtype == dtype and decoded.shape == expected.shape
+    if dtype == torch.bfloat16:
+        expected = expected.float()  # the product is formed in float32 and rounded once more
+    assert torch.equal(decoded, expected.to(dtype))
+
+
+@pytest.mark.parametrize("fmt", ["int4", "mxfp4", "nvfp4"])
+def test_all_sixteen_codes_in_both_nibbles(fmt):
+    low, high = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    packed = (low | high << 4).to(torch.uint8).reshape(16, 16)  # row: low code, column: high code
+    scale = {
+        "int4": torch.ones(16, 1),
+        "mxfp4": torch.full((16, 1), 127, dtype=torch.uint8),
+        "nvfp4": torch.ones(16, 2).to(torch.float8_e4m3fn),
+    }[fmt]
+    decoded = dequantize(packed, scale, fmt, torch.float32, torch.ones(1))
+    table = torch.arange(-8, 8).float() if fmt == "int4" else E2M1.float()
+    assert torch.equal(decoded[:, 0::2], table.view(16, 1).expand(16, 16))
+    assert torch.equal(decoded[:, 1::2], table.view(1, 16).expand(16, 16))
+    assert torch.equal(torch.signbit(decoded[8, 0::2]), torch.signbit(table[8]).expand(16))  # -0 stays -0
+
+
+def test_ue8m0_bytes():
+    decoded = decode_ue8m0(torch.tensor([0, 1, 126, 127, 128, 134, 254, 255], dtype=torch.uint8))
+    assert decoded[:7].tolist() == [2.0**-127, 2.0**-126, 0.5, 1.0, 2.0, 128.0, 2.0**127]
+    assert torch.isnan(decoded[7])
+
+
+def test_subnormal_mxfp4_scale_is_not_flushed():
+    packed = torch.full((1, 16), 0x22, dtype=torch.uint8)  # all 1.0
+    decoded = dequantize(packed, torch.zeros(1, 1, dtype=torch.uint8), "mxfp4", torch.float32)
+    assert (decoded == 2.0**-127).all()
+
+
+def test_decode_leaves_its_inputs_alone():
+    for fmt in FORMATS:
+        packed, scale, global_scale, _ = random_case(fmt, 32, 64)
+        before = packed.clone()
+        dequantize(packed, scale, fmt, torch.float32, global_scale)
+        assert torch.equal(packed.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_unpack_codes_puts_the_low_nibble_first():
+    assert unpack_codes(torch.tensor([[0x10, 0xFE]], dtype=torch.uint8)).tolist() == [[0, 1, 14, 15]]
+
+
+def test_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="int3.*int4"):
+        dequantize(torch.zeros(1, 16, dtype=torch.uint8), torch.ones(1, 1), "int3", torch.float32)

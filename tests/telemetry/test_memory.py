@@ -1,0 +1,52 @@
+"""Peak memory by phase, of this process and of its children."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from orbit_cli.telemetry.memory import MemoryRecorder, children_gib, rss_gib
+
+MIB = 1 << 20
+
+
+def test_a_phase_has_its_own_peak(tmp_path: Path) -> None:
+    recorder = MemoryRecorder(tmp_path / "memory.json")
+    with recorder.phase("small"):
+        pass
+    with recorder.phase("large"):
+        block = bytearray(200 * MIB)
+        block[::4096] = b"x" * len(block[::4096])
+        del block
+    with recorder.phase("small"):
+        pass
+    record = json.loads((tmp_path / "memory.json").read_text())
+    small, large = (record["phases"][name]["process_gib"] for name in ("small", "large"))
+    assert large - small > 150 / 1024 or record["process_gib_is"] != "peak in the phase"
+    assert large > 0.19
+
+
+def test_children_count(tmp_path: Path) -> None:
+    before = children_gib()
+    code = "x = bytearray(100 << 20); x[::4096] = b'x' * len(x[::4096]); print('up', flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline().strip() == b"up"
+        assert children_gib() - before > 90 / 1024
+        assert rss_gib() > children_gib()
+    finally:
+        child.communicate(b"\n", timeout=20)
+
+
+def test_a_resumed_run_keeps_the_peaks(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    first = MemoryRecorder(path)
+    with first.phase("train"):
+        pass
+    again = MemoryRecorder(path)
+    with again.phase("rollout"):
+        pass
+    record = json.loads(path.read_text())
+    assert set(record["phases"]) == {"train", "rollout"}

@@ -1,0 +1,124 @@
+"""The run folder: unique whatever happens at once, honest about its state, and resumed only when that makes sense."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orbit_cli.config.compose import compose
+from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.errors import ConfigError, UserError
+from orbit_cli.telemetry.run_folder import RunFolder, RunState, find_resumable
+
+CREATE = """
+import sys, time
+from orbit_cli.config.compose import compose
+from orbit_cli.telemetry.run_folder import RunFolder
+config = compose(sys.argv[2:])
+while time.time() < float(sys.argv[1]):
+    pass
+print(RunFolder.create(config).path)
+"""
+
+
+def config(root: Path, *more: str) -> OrbitConfig:
+    return compose([f"run.root={root}", *more])
+
+
+@pytest.mark.parametrize("name", [[], ["run.name=same"]])
+def test_four_runs_started_at_once_never_share_a_folder(name: list[str], tmp_path: Path) -> None:
+    import time
+
+    start = str(time.time() + 8)
+    command = [sys.executable, "-c", CREATE, start, f"run.root={tmp_path}", *name]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    made = [process.communicate(timeout=100)[0].strip() for process in processes]
+    assert len(set(made)) == 4
+    assert all((Path(path) / "config.yaml").is_file() for path in made)
+
+
+def test_a_folder_is_always_new(tmp_path: Path) -> None:
+    made = [RunFolder.create(config(tmp_path, "run.name=mine")).path.name for _ in range(3)]
+    assert made == ["mine", "mine-2", "mine-3"]
+
+
+@pytest.mark.parametrize("name", ["a/b", "../up", ".hidden", "sp ace", "2E3"])
+def test_any_name_is_one_folder_below_the_root(name: str, tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path, f"run.name='{name}'"))
+    assert folder.path.parent == tmp_path.resolve()
+    assert not folder.path.name.startswith(".")
+    assert folder.load_config().run.name == name
+
+
+def test_the_config_in_the_folder_is_the_config(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=smoke_mla_moe", "trainer.learning_rate=1E-7")
+    assert RunFolder.create(made).load_config() == made
+
+
+def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.root"):
+        RunFolder.create(config(tmp_path / "file"))
+
+
+def test_states(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path))
+    with folder.running():
+        status = folder.status()
+        assert status is not None and status.alive and status.pid == os.getpid()
+    assert folder.status().state is RunState.finished
+    with pytest.raises(RuntimeError), folder.running():
+        raise RuntimeError("no gradient")
+    assert folder.status().state is RunState.failed
+    assert folder.status().error == "RuntimeError: no gradient"
+    with pytest.raises(KeyboardInterrupt), folder.running():
+        raise KeyboardInterrupt
+    assert folder.status().state is RunState.interrupted
+
+
+def test_open_refuses_what_is_no_run(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UserError):
+            RunFolder.open(path)
+
+
+def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_config(tmp_path: Path) -> None:
+    folders = [RunFolder.create(config(tmp_path, f"run.name=run{i}")) for i in range(4)]
+    other = RunFolder.create(config(tmp_path, "run.name=other", "seed=5"))
+    for folder in (*folders, other):
+        folder.set_status(RunState.interrupted)
+    folders[3].set_status(RunState.finished)
+    found = find_resumable(config(tmp_path, "run.resume=auto"))
+    assert found == folders[2]
+    folders[2].set_status(RunState.running)  # by this process, which is alive
+    assert find_resumable(config(tmp_path)) == folders[1]
+    assert find_resumable(config(tmp_path, "seed=6")) is None
+    fresh = RunFolder.resume(config(tmp_path, "seed=6", "run.resume=auto"))
+    assert fresh.path not in [folder.path for folder in folders]
+
+
+def test_resume_by_path_refuses_another_model(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path, "run.name=a"))
+    folder.set_status(RunState.interrupted)
+    resumed = RunFolder.resume(config(tmp_path, f"run.resume={folder.path}", "trainer.steps=77"))
+    assert resumed == folder
+    assert folder.load_config().trainer.steps == 77
+    with pytest.raises(ConfigError, match=r"adapter\.block_size was 32 and is now 64"):
+        RunFolder.resume(config(tmp_path, f"run.resume={folder.path}", "adapter.block_size=64"))
+
+
+def test_a_run_that_is_alive_cannot_be_resumed(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path))
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        status = folder.path / "status.json"
+        status.write_text(status.read_text().replace(str(os.getpid()), str(sleeper.pid)))
+        with pytest.raises(UserError, match="still running"):
+            RunFolder.resume(config(tmp_path, f"run.resume={folder.path}"))
+    finally:
+        sleeper.communicate(b"\n", timeout=20)
+    assert RunFolder.resume(config(tmp_path, f"run.resume={folder.path}")) == folder
