@@ -55,13 +55,13 @@ class _FrozenLinear(torch.autograd.Function):
 class PreparedLinear:
     """A frozen linear prepared once for inference on a CPU: holds the decoded weight [N, K] in the compute dtype.
 
-    Why a decoded copy, in milliseconds for 1536x576 in float32 on two AVX2 cores (24 layers in turn, so that no cache
-    holds a weight), torch 2.11:
+    Why a decoded copy, in milliseconds for 1536x576 in float32 on one AVX2 core (AMD EPYC, 24 layers in turn, so that
+    no cache holds a weight; fastest of 60; torch 2.11):
 
         rows of x                          1      8      32     64     256
-        decoded copy (this class)          0.37   0.6    1.5    1.9    4.2
-        decode every time                  0.67   2.3    3.3    4.4    5.1
-        aten._weight_int4pack_mm_for_cpu   6.5    16     52     64     475
+        decoded copy (this class)          0.37   0.68   1.5    2.2    11
+        decode every time                  0.62   1.2    2.3    4.7    16
+        aten._weight_int4pack_mm_for_cpu   2.2    37     146    291
 
     The cost is 4 bytes a weight in float32. The numbers are those of `dequantize`, so of the trainer.
     """

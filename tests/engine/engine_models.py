@@ -22,6 +22,9 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 _COMMON = {"vocab_size": 256, "max_position_embeddings": 512, "eos_token_id": 0, "bos_token_id": 1}
 
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+         "mscale_all_dim": 1.0, "original_max_position_embeddings": 128}  # fmt: skip
+
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -41,6 +44,7 @@ CONFIGS = {
         num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
         n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1,
         norm_topk_prob=True, routed_scaling_factor=2.5, rms_norm_eps=1e-5, tie_word_embeddings=False, **_COMMON,
+        rope_parameters=_YARN,
     ),
 }  # fmt: skip
 
@@ -108,8 +112,9 @@ def _config_json(config, model, quantised, ignored) -> dict:
     content = {**config.to_dict(), "architectures": [type(model).__name__], "dtype": "bfloat16"}
     if "kv_lora_rank" in content:  # SGLang reads DeepSeek's own names
         rope = content.pop("rope_parameters")
-        content |= {"rope_theta": rope["rope_theta"], "rope_scaling": None, "topk_method": "noaux_tc"}
-        content |= {"scoring_func": "sigmoid", "moe_layer_freq": 1}
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
+        content |= {"rope_theta": rope["rope_theta"], "rope_scaling": {**scaling, "type": rope["rope_type"]}}
+        content |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     if quantised:
         weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
                    "dynamic": False}  # fmt: skip

@@ -10,9 +10,9 @@ import sys
 import time
 
 import pytest
-from conftest import both_kinds, make_engine
 from engine_models import ATTENTION, MLP, Reference, random_version, write_checkpoint
 
+from conftest import both_kinds, make_engine
 from orbit_cli.errors import CheckpointError, ConfigError, EngineError
 from orbit_cli.types import SampleRequest, SamplingParams
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_decode import random_case
+from random_weights import random_case
 
 from orbit_kernels.decode import FORMATS
 from orbit_kernels.experts import ExpertAdapters, ProjectionAdapter, StackedAdapter, expert_mlp, frozen_experts

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from tiny_checkpoints import moe_tensors, write_checkpoint
 
-from conftest import moe_tensors, write_checkpoint
 from orbit_cli.config.schema.base import ModelConfig, ModelSource, NumberFormat, QuantizationConfig
 from orbit_cli.errors import ConfigError
 from orbit_cli.quantization.base_model import base_checksum, prepare_base

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from tiny_checkpoints import moe_tensors, write_checkpoint
 
-from conftest import moe_tensors, write_checkpoint
 from orbit_cli.config.schema.base import NumberFormat
 from orbit_cli.errors import CheckpointError
 from orbit_cli.quantization.checkpoint import CheckpointReader

@@ -1,7 +1,7 @@
 """`sglang.Engine` without what a token-in, token-out engine never uses, so that it starts in half the time.
 
-With `skip_tokenizer_init` the scheduler answers the tokenizer's process directly: the detokenizer's process would import
-all of SGLang and then wait for ever. And SGLang imports every model it knows; here only the checkpoint's own is
+With `skip_tokenizer_init` the scheduler answers the tokenizer's process directly: the detokenizer's process would
+import all of SGLang and then wait for ever. And SGLang imports every model it knows; here only the checkpoint's own is
 looked at. Imported in the engine's own process alone.
 """
 

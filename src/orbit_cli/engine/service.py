@@ -119,7 +119,8 @@ class Service:
 
         from orbit_cli.sglang_plugin.bucket import BUCKET
 
-        flat = torch.frombuffer(bytearray(bucket), dtype=torch.bfloat16)  # [elements]
+        # frombuffer has no empty tensors; an empty version is the plugin's to refuse.
+        flat = torch.frombuffer(bytearray(bucket or b"\0\0"), dtype=torch.bfloat16)[: len(bucket) // 2]  # [elements]
         payload = MultiprocessingSerializer.serialize({BUCKET: flat})
         ranks = self.settings["arguments"]["tp_size"]
         result = await self.manager.load_lora_adapter_from_tensors(

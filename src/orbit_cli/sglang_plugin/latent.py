@@ -1,9 +1,10 @@
 """OFT on kv_b_proj where DeepSeek's attention has absorbed it (MLA; 2405.04434, section 2.1).
 
 kv_b_proj maps the cached latent c to keys and values, k = (c R) W_k^T and v = (c R) W_v^T. Absorbed decoding never
-forms k or v: it scores q W_k against c and projects the attended latent by W_v. Moving R to the token's own side gives
-the same numbers with an untouched cache: the query becomes (q W_k) R^T and the attended latent is rotated by R before
-W_v. Both happen around the latent attention `attn_mqa`. Left out: LoRA on kv_b_proj (its sum needs q before absorption).
+forms k or v: it scores q W_k against c and projects the attended latent by W_v. Moving R to the token's own side
+gives the same numbers with an untouched cache: the query becomes (q W_k) R^T and the attended latent is rotated by R
+before W_v. Both happen around the latent attention `attn_mqa`. Left out: LoRA on
+kv_b_proj (its sum needs q before absorption).
 
 Shape letters: T tokens, H heads, c latent size (kv_lora_rank).
 """

@@ -44,7 +44,8 @@ class Shard:
 class AdaptedLinearMethod:
     """Wraps the quant method of one linear; every attribute it does not have is the wrapped method's."""
 
-    def __init__(self, layer: nn.Module, path: str, room: AdapterRoom, slots: BatchSlots):
+    def __init__(self, layer: nn.Module, path: str, room: AdapterRoom, slots: BatchSlots, sizes: list[int]):
+        """`sizes` are this rank's output rows of each fused projection."""
         self.inner = layer.quant_method
         self.path = path
         self.slots = slots
@@ -52,7 +53,7 @@ class AdaptedLinearMethod:
         self.projections = FUSED.get(leaf, (leaf,))
         self.names = [f"{parent}.{projection}" for projection in self.projections]
         self.inputs = _input_shard(layer)
-        self.outputs = _output_shards(layer, len(self.projections))  # per projection
+        self.outputs = _output_shards(layer, sizes)  # per projection
         self.bounds = [0]
         for shard in self.outputs:
             self.bounds.append(self.bounds[-1] + shard.size)
@@ -212,13 +213,8 @@ def _input_shard(layer: nn.Module) -> Shard:
     return Shard(rank * size, size, layer.input_size)
 
 
-def _output_shards(layer: nn.Module, projections: int) -> list[Shard]:
+def _output_shards(layer: nn.Module, sizes: list[int]) -> list[Shard]:
     """Each projection's output rows on this rank."""
-    sizes = list(getattr(layer, "output_partition_sizes", [layer.output_size]))
-    if len(sizes) == 1 and projections > 1:
-        sizes = list(layer.output_sizes)
-    if len(sizes) != projections:
-        raise ValueError(f"a fused layer has {len(sizes)} output parts where {projections} projections are expected")
     tp_size = getattr(layer, "tp_size", 1) if _column_parallel(layer) else 1
     rank = layer.tp_rank if tp_size > 1 else 0
     return [Shard(rank * size, size, size * tp_size) for size in sizes]

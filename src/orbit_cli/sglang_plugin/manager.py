@@ -73,8 +73,18 @@ class AdapterManager:
             projections = FUSED.get(path.rsplit(".", 1)[-1], (path.rsplit(".", 1)[-1],))
             in_decoder = ".layers." in path
             if isinstance(module, LinearBase) and in_decoder and set(projections) & set(self.room.targets):
-                methods.append(_replace_method(module, AdaptedLinearMethod(module, path, self.room, self.slots)))
+                sizes = self._output_sizes(module, path)
+                method = AdaptedLinearMethod(module, path, self.room, self.slots, sizes)
+                methods.append(_replace_method(module, method))
         return methods
+
+    def _output_sizes(self, module: nn.Module, path: str) -> list[int]:
+        """Output rows of each projection in a linear, on this rank."""
+        parent, leaf = path.rsplit(".", 1)
+        if leaf == "fused_qkv_a_proj_with_mqa":  # one plain linear to SGLang; its attention knows where it splits
+            first = self.base_model.get_submodule(parent).q_lora_rank
+            return [first, module.output_size - first]
+        return list(getattr(module, "output_partition_sizes", [module.output_size]))
 
     def _wrap_experts(self) -> list[AdaptedExpertsMethod]:
         from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE

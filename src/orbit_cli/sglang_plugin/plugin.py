@@ -30,6 +30,7 @@ HOOKS = (
 )
 CPU_HOOKS = (
     ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.__init__", "cpu.rope:init_without_vllm", "around"),
+    ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", "cpu.rope:rope_without_scaling", "around"),
     ("sglang.srt.distributed.parallel_state.GroupCoordinator.__init__", "cpu.parallel:init_without_nccl", "around"),
     ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", "cpu.head:compute_lm_head", "around"),
     (f"{_NATIVE_ATTENTION}.init_forward_metadata", "cpu.attention:forget_plan", "before"),

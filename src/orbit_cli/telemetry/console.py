@@ -27,7 +27,7 @@ COLUMNS = (
     ("tokens", "response_tokens_mean", "{:.1f}"),
     ("loss", "loss", "{:+.4f}"),
     ("grad", "grad_norm", "{:.3f}"),
-    ("gap", "logprob_gap_mean", "{:.5f}"),
+    ("gap", "logprob_gap_mean", "{:.1e}"),
     ("rollout", "rollout_seconds", "{:.1f}s"),
     ("train", "train_seconds", "{:.1f}s"),
     ("sync", "sync_seconds", "{:.1f}s"),

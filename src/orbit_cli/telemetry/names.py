@@ -1,4 +1,7 @@
-"""Every metric that a run writes, with its meaning and unit. metrics.jsonl holds no other name.
+"""Every metric that a run writes, with its meaning and unit.
+
+metrics.jsonl should hold no other name: the end-to-end tests check rows with `unknown`. A name that is missing here is
+written all the same, because no run may end over it.
 
 A row is `{"kind": "train" | "eval" | "sync", "step": int, "time": ISO, name: number, ...}`, where step counts the
 finished training steps (the first train row has 1, the evaluation before training 0); null stands for a number that was
@@ -8,8 +11,11 @@ not finite. Rows of `orbit eval` also have "policy": the name of what was evalua
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 KINDS = ("train", "eval", "sync")
+ROW_KEYS = ("kind", "step", "time", "policy")  # of every row, besides its metrics
 
 NAMES: dict[str, str] = {
     # reward
@@ -41,6 +47,8 @@ NAMES: dict[str, str] = {
     "logprob_gap_mean": "mean |trainer's log-prob - engine's| on the sampled tokens, in nats",
     "logprob_gap_max": "largest of the same, in nats",
     "ratio_outside_share": "share of sampled tokens whose trainer-to-engine ratio is outside [1/2, 2]",
+    "rollout_kl": "k3 estimate of KL(engine || trainer) on the sampled tokens, in nats",
+    "effective_sample_share": "effective sample size of the trainer-to-engine ratios, as a share of the tokens",
     "correction_weight_mean": "mean weight of the rollout correction",
     "kept_share": "share of tokens that the correction kept",
     # time and rate
@@ -86,3 +94,8 @@ def meaning(name: str) -> str | None:
     if name in NAMES:
         return NAMES[name]
     return next((text for pattern, text in PATTERNS.items() if re.fullmatch(pattern, name)), None)
+
+
+def unknown(rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Names in rows of metrics.jsonl that have no meaning here."""
+    return {name for row in rows for name in row if name not in ROW_KEYS and meaning(name) is None}

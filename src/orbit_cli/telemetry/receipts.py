@@ -57,7 +57,9 @@ class Receipts:
             shown += [title, *(f"  {label:<17} {text}" for label, text in pairs)]
         if self.adapted:
             shown.append(f"adapted tensors ({sum(row.parameters for row in self.adapted):,} parameters)")
-        shown += [f"  {row.name:<20} {row.modules:>6} x [{row.shape}]  {row.parameters:>14,}" for row in self.adapted]
+        shown += [
+            f"  {row.name:<20} {row.modules:>6} x {f'[{row.shape}]':<15} {row.parameters:>13,}" for row in self.adapted
+        ]
         return shown
 
 

@@ -1,7 +1,7 @@
 """The vocabulary product on a CPU.
 
-For a handful of tokens against a large vocabulary the library's W x^T is a quarter faster than x W^T (103 against 141 ms
-of one AVX2 core for 64 tokens, 49152 x 576, float32, MKL 2024.2); the result is the same numbers, turned once.
+For a handful of tokens against a large vocabulary the library's W x^T is a quarter faster than x W^T (103 against
+141 ms of one AVX2 core for 64 tokens, 49152 x 576, float32, MKL 2024.2); the numbers are the same, turned once.
 """
 
 from __future__ import annotations
