@@ -130,7 +130,7 @@ def test_pull_back_is_the_gradient_through_the_series():
 
 def test_chunked_building_changes_nothing(monkeypatch):
     whole = make_bank(OFT, scale=0.1)
-    monkeypatch.setattr("orbit_cli.adapters.parts.CHUNK_ELEMENTS", 3 * 64)
+    monkeypatch.setattr("orbit_cli.adapters.parts.CHUNK_ELEMENTS", {"cpu": 3 * 64})
     pieces = make_bank(OFT, scale=0.1)
     assert torch.equal(whole.parts["oft_R"].compute, pieces.parts["oft_R"].compute)
     x = [torch.randn(4, width, generator=torch.Generator().manual_seed(2)) for width in (16, 32, 24)]

@@ -35,7 +35,7 @@ def test_dynamic_sampling_looks_at_the_outcome_not_at_shaped_rewards():
 
 
 def test_ungraded_samples_neither_make_nor_break_a_group():
-    correct = torch.tensor([True, False, True, False, True])
-    valid = torch.tensor([True, False, True, True, True])
-    keep = informative_groups(correct, torch.tensor([0, 0, 0, 1, 1]), valid)
-    assert keep.tolist() == [False, False, False, True, True]
+    correct = torch.tensor([True, False, True, False, True, True, False])
+    valid = torch.tensor([True, False, True, True, True, False, True])
+    keep = informative_groups(correct, torch.tensor([0, 0, 0, 1, 1, 2, 2]), valid)
+    assert keep.tolist() == [False, False, False, True, True, False, False]

@@ -116,7 +116,7 @@ def test_lower_precision_stays_near_the_reference(dtype):
         y = frozen_experts(x, ids, weights, **arguments, adapter=adapter)
         expected = dense_reference(x.double(), ids, weights.double(), w13, w2, adapter)
     assert y.dtype == dtype
-    assert (y.double() - expected).abs().max() <= 32 * torch.finfo(dtype).eps * expected.abs().max()
+    assert (y.double() - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max()
 
 
 def test_routing_weights_get_no_gradient():
@@ -140,7 +140,7 @@ def test_result_of_a_token_does_not_depend_on_the_order_of_tokens():
     order = torch.randperm(12)
     y = frozen_experts(x, ids, weights, **arguments)
     shuffled = frozen_experts(x[order], ids[order], weights[order], **arguments)
-    assert torch.allclose(shuffled, y[order], rtol=1e-12, atol=0)
+    assert (shuffled - y[order]).abs().max() <= 1e-12 * y.abs().max()
 
 
 def test_one_expert_with_its_own_adapter_as_an_engine_calls_it():
@@ -159,4 +159,4 @@ def test_one_expert_with_its_own_adapter_as_an_engine_calls_it():
         down_adapter=ProjectionAdapter(rotation=adapter.down.rotation[3]),
     )
     expected = dense_reference(rows, torch.full((5, 1), 3), torch.ones(5, 1).double(), w13, w2, adapter)
-    assert torch.allclose(y, expected, rtol=1e-9, atol=1e-12)
+    assert (y - expected).abs().max() <= 1e-9 * expected.abs().max()

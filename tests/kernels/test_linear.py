@@ -29,7 +29,7 @@ def test_value_and_gradient_against_float64(fmt, dtype):
     y = frozen_linear(x, packed, scale, fmt, global_scale, bias)
     dy = torch.randn_like(y)
     y.backward(dy)
-    tolerance = 16 * torch.finfo(dtype).eps
+    tolerance = (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps  # float32: the sum over K adds its part
     assert y.dtype == dtype and x.grad.dtype == dtype
     assert relative_error(y, x.detach().double() @ weight.T + bias.double()) < tolerance
     assert relative_error(x.grad, dy.double() @ weight) < tolerance

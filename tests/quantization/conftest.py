@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tiny_checkpoints import moe_tensors, write_checkpoint
+from made_up_checkpoints import moe_tensors, write_checkpoint
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from tiny_checkpoints import moe_tensors, write_checkpoint
+from made_up_checkpoints import moe_tensors, write_checkpoint
 
 from orbit_cli.config.schema.base import ModelConfig, ModelSource, NumberFormat, QuantizationConfig
 from orbit_cli.errors import ConfigError

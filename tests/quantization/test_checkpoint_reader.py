@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny_checkpoints import moe_tensors, write_checkpoint
+from made_up_checkpoints import moe_tensors, write_checkpoint
 
 from orbit_cli.config.schema.base import NumberFormat
 from orbit_cli.errors import CheckpointError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoints import EXPERTS, LAYERS, folder_bytes, moe_tensors, write_checkpoint
+from made_up_checkpoints import EXPERTS, LAYERS, folder_bytes, moe_tensors, write_checkpoint
 
 from orbit_cli.config.schema.base import NumberFormat, QuantizationConfig
 from orbit_cli.errors import CheckpointError, ConfigError, UserError

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from orbit_cli.adapters.sites import AdaptedTensor
 
-CHUNK_ELEMENTS = 2**22  # compute elements built at a time: bounds the transient memory of the series to some 100 MB
+CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+"""Compute elements built at a time; bounds the transient memory of the series. On a CPU 2^18 keeps it in the cache:
+4,680 blocks of 32 take 66 ms to build and 226 ms to differentiate (2^22: 169 and 383; one AVX2 core)."""
 
 
 class Part:
@@ -41,7 +43,7 @@ class Part:
         self.compute = torch.zeros(len(master_rows), *row_shape, device=device)
         self.grad = torch.zeros_like(self.compute)
         row_elements = max(self.compute[:1].numel(), 1)
-        self._chunk = max(CHUNK_ELEMENTS // row_elements, 1)
+        self._chunk = max(CHUNK_ELEMENTS[device.type] // row_elements, 1)
         self._spans = _row_spans(sites, name, row_elements)
         self.leaves = [self._leaf(index) for index in range(len(sites))]
 

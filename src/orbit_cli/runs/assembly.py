@@ -124,6 +124,8 @@ def trainer_model(config: OrbitConfig, base: Path, spec: AdapterSpec) -> Trainer
         dtype=compute_dtype(config),
         seed=config.seed,
     )
+    if config.trainer.activation_checkpointing:
+        model.enable_checkpointing()
     if config.adapter.init_from:
         load_peft(model.bank, Path(config.adapter.init_from))
     return model

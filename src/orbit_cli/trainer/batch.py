@@ -68,13 +68,14 @@ def make_batch(trajectories: Sequence[Trajectory], advantages: Tensor, in_loss: 
 
 
 def micro_batches(batch: Batch, rows: Sequence[int], token_budget: int) -> Iterator[list[int]]:
-    """Split rows into groups of at most `token_budget` padded tokens, longest samples first.
+    """Split rows, in their order, into parts of at most `token_budget` padded tokens.
 
-    A sample longer than the budget goes alone. The result of a step does not depend on the split.
+    Samples of a prompt stay neighbours, because the model computes a prompt that they share once. A sample longer than
+    the budget goes alone. The result of a step does not depend on the split.
     """
     group: list[int] = []
     width = 0
-    for row in sorted(rows, key=lambda r: (-int(batch.lengths[r]), r)):
+    for row in rows:
         length = int(batch.lengths[row])
         if group and max(width, length) * (len(group) + 1) > token_budget:
             yield group

@@ -37,6 +37,6 @@ def gather_over_ranks(value: Any) -> list[Any]:
 
 
 def own_share(rows: list[int]) -> list[int]:
-    """The rows of this rank. A rank may have none: it still joins every collective."""
+    """The rows of this rank, a contiguous part. A rank may have none: it still joins every collective."""
     rank, ranks = world()
-    return rows[rank::ranks]
+    return rows[rank * len(rows) // ranks : (rank + 1) * len(rows) // ranks]

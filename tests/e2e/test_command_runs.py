@@ -1,0 +1,36 @@
+"""`orbit rollout`, `orbit eval` and a multirun, on real runs."""
+
+import json
+
+
+def test_rollout_resumes_where_it_was(orbit, tmp_path):
+    target = tmp_path / "samples.jsonl"
+    arguments = ["recipe=smoke_dense_oft", "rollout.collect_prompts=4", "rollout.group_size=2", f"run.output={target}"]
+    orbit.run("rollout", *arguments)
+    lines = target.read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 8
+    for row in rows:
+        sampled = sum(row["policy_mask"])
+        assert len(row["token_ids"]) == len(row["logprobs"]) == len(row["versions"]) == len(row["policy_mask"])
+        assert 0 < sampled <= 16
+        assert row["reward"] is not None
+    target.write_text("\n".join(lines[:5]) + "\n" + lines[5][:20])  # killed in the middle of prompt 3
+    orbit.run("rollout", *arguments)
+    again = {(r["prompt_id"], r["sample"]): r["token_ids"] for r in map(json.loads, target.read_text().splitlines())}
+    assert again == {(r["prompt_id"], r["sample"]): r["token_ids"] for r in rows}
+
+
+def test_eval_of_a_trained_run_shows_base_and_adapter(orbit):
+    orbit.run("train", "recipe=smoke_dense_oft", "run.name=trained", "evaluation.prompts=4", "trainer.steps=1")
+    text = orbit.run("eval", "recipe=smoke_dense_oft", "evaluation.prompts=4", f"run.adapter={orbit.root / 'trained'}")
+    assert "base" in text and "trained" in text and "pass@1" in text
+
+
+def test_multirun_gives_four_folders_and_a_table(orbit):
+    text = orbit.run(
+        "train", "-m", "recipe=sweep_adapters", "adapter=oft,lora", "seed=1,2", "trainer.steps=1", "evaluation.prompts=0"
+    )
+    runs = [path for path in orbit.root.glob("sweep-*/*/*/metrics.jsonl")]
+    assert len(runs) == 4
+    assert all(f"adapter={kind}" in text for kind in ("oft", "lora"))
