@@ -64,9 +64,9 @@ def engine_folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("engines")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def dense(engine_folder):
-    """qwen3, bfloat16 weights."""
+    """qwen3, bfloat16 weights; two test files share it."""
     yield from _bench(engine_folder, "qwen3", (), both_kinds(ATTENTION + MLP))
 
 

@@ -132,6 +132,6 @@ def trainer_model(config: OrbitConfig, base: Path, spec: AdapterSpec) -> Trainer
 
 
 def probe_tokens(config: OrbitConfig, serving: Serving) -> list[list[int]]:
-    """The fixed probe prompts: the ends of held-out prompts, `sync.probe_tokens` tokens each."""
-    prompts = serving.environment.eval_prompts(config.sync.probe_prompts)
+    """The fixed probe prompts: the ends of the first training prompts, `sync.probe_tokens` tokens each."""
+    prompts = [serving.environment.train_prompt(index) for index in range(config.sync.probe_prompts)]
     return [serving.chat.prompt_tokens(p.messages)[-config.sync.probe_tokens :] for p in prompts]

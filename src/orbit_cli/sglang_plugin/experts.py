@@ -153,7 +153,7 @@ class AdaptedExpertsMethod:
     def _project(self, name: str, x: Tensor, weight: Tensor, slot: int, expert: int) -> Tensor:
         kind = self.kinds[slot] if name in self.wanted else "base"
         if kind == "oft":
-            return F.linear(rotate_rows(x, self.rotations[name][slot, expert]), weight)
+            return F.linear(rotate_rows(x, self.rotations[name][slot, expert].unsqueeze(2))[0], weight)
         out = F.linear(x, weight)
         if kind == "lora":
             down = F.linear(x, self.lora_a[name][slot, expert])  # [T, r]

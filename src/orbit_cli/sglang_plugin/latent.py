@@ -57,8 +57,8 @@ class RotatedLatentAttention:
 
     def _rotate_slot(self, x: Tensor, slot: int, transpose: bool) -> Tensor:
         blocks = self.method.rotations[slot, 0]  # [n, b, b]
-        flat = x.reshape(-1, self.size)  # [T*H, c]
-        return rotate_rows(flat, blocks.transpose(1, 2) if transpose else blocks).view(x.shape)
+        blocks = blocks.transpose(1, 2) if transpose else blocks
+        return rotate_rows(x.reshape(-1, self.size), blocks.unsqueeze(2))[0].view(x.shape)  # from [T*H, c]
 
 
 def rotate_latent_attention(attention: nn.Module, method: AdaptedLinearMethod) -> None:

@@ -81,13 +81,20 @@ class AdaptedLinearMethod:
                     "adapter.block_size to a divisor of every adapted linear's input"
                 )
             self.eye = torch.eye(b, **where)
-            # [S, P, n, b, b]
-            self.rotations = self.eye.expand(count, projections, k // b, b, b).contiguous()
+            self.rotations = self._rotation_storage(count, projections, k // b, b)  # [S, P, n, b, b]
+            for slot in range(count):
+                self.rotations[slot].copy_(self.eye.expand_as(self.rotations[slot]))
         if room.rank:
             self.lora_a = torch.zeros(count, projections, room.rank, k, **where)  # [S, P, r, K]
             self.lora_b = [
                 torch.zeros(shard.size, count, room.rank, **where) for shard in self.outputs
             ]  # P x [N, S, r]
+
+    def _rotation_storage(self, count: int, projections: int, n: int, b: int) -> Tensor:
+        """[S, P, n, b, b]; on a CPU a view of [S, n, b, P, b], the layout of `rotate_rows`."""
+        if self.slots.on_gpu:
+            return self.eye.new_empty(count, projections, n, b, b)
+        return self.eye.new_empty(count, n, b, projections, b).permute(0, 3, 1, 2, 4)
 
     # Filling and reading slots ------------------------------------------------------------------------------------
 
@@ -161,8 +168,7 @@ class AdaptedLinearMethod:
     def _apply_slot(self, layer: nn.Module, x: Tensor, bias: Tensor | None, slot: int) -> Tensor:
         kind = self.kinds[slot]
         if kind == "oft":
-            inputs = [rotate_rows(x, self.rotations[slot, p]) if w else x for p, w in enumerate(self.wanted)]
-            return self._multiply(layer, inputs, bias)
+            return self._multiply(layer, list(rotate_rows(x, self.rotations[slot].permute(1, 2, 0, 3))), bias)
         out = self.inner.apply(layer, x, bias)
         if kind == "lora":
             down = F.linear(x, self.lora_a[slot].flatten(0, 1))  # [T, P*r]

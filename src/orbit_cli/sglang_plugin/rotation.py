@@ -16,12 +16,14 @@ from torch import Tensor
 
 
 def rotate_rows(x: Tensor, rotations: Tensor) -> Tensor:
-    """x [T, n*b] times blockdiag(rotations [n, b, b]) -> [T, n*b], in x's dtype."""
-    n, b, _ = rotations.shape
-    out = torch.empty(x.shape[0], n * b, dtype=x.dtype, device=x.device)  # [T, n*b]
+    """x [T, n*b] times P rotations that share their input, [n, b, P, b] -> [P, T, n*b], in x's dtype.
+
+    One batched product for all projections; the layout puts a block's P rotations side by side.
+    """
+    n, b, p, _ = rotations.shape
     blocks = x.reshape(x.shape[0], n, b).transpose(0, 1)  # [n, T, b]
-    torch.bmm(blocks, rotations, out=out.view(-1, n, b).transpose(0, 1))
-    return out
+    turned = torch.bmm(blocks, rotations.reshape(n, b, p * b)).view(n, -1, p, b)  # [n, T, P, b]
+    return turned.permute(2, 1, 0, 3).reshape(p, -1, n * b)
 
 
 def rotate_slots_reference(x: Tensor, rotations: Tensor, token_slot: Tensor, transpose: bool = False) -> Tensor:

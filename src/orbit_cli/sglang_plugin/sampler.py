@@ -28,15 +28,17 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     return _shift(state, 11).double() * 2.0**-53
 
 
-def pick(probs: Tensor, u: Tensor) -> Tensor:
-    """Inverse transform: the first token whose cumulative probability exceeds u * total. probs [B, V], u [B] -> [B].
+def pick(weights: Tensor, u: Tensor) -> Tensor:
+    """Inverse transform: the first token whose cumulative weight exceeds u * total. weights >= 0 [B, V], u [B] -> [B].
 
     Two levels (chunk sums in float64, then inside one chunk), because a cumulative sum over a whole vocabulary in
     float32 loses the rare tokens.
     """
-    rows, vocabulary = probs.shape
+    rows, vocabulary = weights.shape
     chunks = -(-vocabulary // _CHUNK)
-    padded = torch.nn.functional.pad(probs, (0, chunks * _CHUNK - vocabulary)).view(rows, chunks, _CHUNK)
+    if vocabulary % _CHUNK:
+        weights = torch.nn.functional.pad(weights, (0, chunks * _CHUNK - vocabulary))
+    padded = weights.view(rows, chunks, _CHUNK)
     levels = padded.sum(-1).double().cumsum(-1)  # [B, chunks]
     target = u.unsqueeze(1) * levels[:, -1:]  # [B, 1]
     chunk = torch.searchsorted(levels, target, right=True).clamp_(max=chunks - 1)  # [B, 1]
@@ -66,24 +68,30 @@ def sample(
             self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
         )
     logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info).float()  # [B, V]
-    logprobs = torch.log_softmax(logits / sampling_info.temperatures.view(-1, 1), dim=-1)  # [B, V]
+    greedy = logits.argmax(-1) if sampling_info.is_any_greedy else None
+    # In place, as SGLang's own sampler does: a vocabulary-wide copy costs as much as the exponential.
+    shifted = logits.div_(sampling_info.temperatures.view(-1, 1))
+    shifted = shifted.sub_(shifted.amax(-1, keepdim=True))
+    weights = shifted.exp()  # [B, V]: the softmax but for its denominator
     if sampling_info.is_all_greedy:
-        tokens = logits.argmax(-1)
+        tokens = greedy
     else:
-        tokens = _draw(logprobs, sampling_info, positions)
-        if sampling_info.is_any_greedy:
-            tokens = torch.where(sampling_info.top_ks <= 1, logits.argmax(-1), tokens)
+        tokens = _draw(weights, sampling_info, positions)
+        if greedy is not None:
+            tokens = torch.where(sampling_info.top_ks <= 1, greedy, tokens)
     if return_logprob:
-        logits_output.next_token_logprobs = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)  # [B]
+        chosen = shifted.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        total = weights.sum(-1, dtype=torch.float64)
+        logits_output.next_token_logprobs = (chosen.double() - total.log()).float()  # [B]
     self._sync_token_ids_across_tp(tokens, sampling_info)
     return tokens
 
 
-def _draw(logprobs: Tensor, sampling_info, positions: Tensor) -> Tensor:
+def _draw(weights: Tensor, sampling_info, positions: Tensor) -> Tensor:
     u = uniforms(sampling_info.sampling_seed, positions)
-    probs = logprobs.exp()
     if not (sampling_info.need_top_p_sampling or sampling_info.need_top_k_sampling):
-        return pick(probs, u)
+        return pick(weights, u)
+    probs = weights / weights.sum(-1, keepdim=True)
     ordered, ids = truncate(probs, sampling_info.top_ks, sampling_info.top_ps)
     return ids.gather(1, pick(ordered, u).unsqueeze(1)).squeeze(1)
 

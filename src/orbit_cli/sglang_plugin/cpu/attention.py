@@ -26,8 +26,8 @@ class Group:
     """Requests that are attended to together, padded to the longest."""
 
     rows: Tensor  # [B, Q] int64: token rows of the batch; padding repeats a row of the same request
-    keys: Tensor  # [B, L] int64: cache positions; padding repeats the first
-    mask: Tensor  # [B, 1, Q, L] float: 0 where a query may look, -inf elsewhere
+    keys: Tensor  # [B * L] int64: cache positions; padding repeats the first
+    mask: Tensor  # [B, 1, Q, L] float: 0 where a query may look, -inf elsewhere; repeated for heads that share a key
     live: Tensor | None  # [tokens] int64: flat positions in [B * Q] that are real, or None if all are
 
 
@@ -37,7 +37,9 @@ def decode(original, self, query, output, k_cache, v_cache, req_to_token, req_po
         return original(
             self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *args, **kwargs
         )
-    groups = _cached(self, lambda: plan(req_to_token, req_pool_indices, seq_lens.tolist(), [1] * seq_lens.shape[0]))
+    shared = query.shape[1] // k_cache.shape[1]
+    ones = [1] * seq_lens.shape[0]
+    groups = _cached(self, lambda: plan(req_to_token, req_pool_indices, seq_lens.tolist(), ones, shared))
     return attend(groups, query, output, k_cache, v_cache, kwargs["scaling"])
 
 
@@ -51,7 +53,8 @@ def extend(
             self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
             extend_prefix_lens, extend_seq_lens, *args, **kwargs,
         )  # fmt: skip
-    groups = _cached(self, lambda: plan(req_to_token, req_pool_indices, seq_lens.tolist(), extend_seq_lens.tolist()))
+    shared, new = query.shape[1] // k_cache.shape[1], extend_seq_lens.tolist()
+    groups = _cached(self, lambda: plan(req_to_token, req_pool_indices, seq_lens.tolist(), new, shared))
     return attend(groups, query, output, k_cache, v_cache, kwargs["scaling"])
 
 
@@ -60,10 +63,12 @@ def forget_plan(_self, *_args, **_kwargs) -> None:
     _self.orbit_plan = None
 
 
-def plan(req_to_token: Tensor, req_pool_indices: Tensor, lengths: list[int], queries: list[int]) -> list[Group]:
+def plan(
+    req_to_token: Tensor, req_pool_indices: Tensor, lengths: list[int], queries: list[int], shared: int
+) -> list[Group]:
     """Groups of requests of similar size for a batch, in the order of its tokens.
 
-    lengths: keys of each request, new tokens included; queries: its new tokens.
+    lengths: keys of each request, new tokens included; queries: its new tokens; shared: query heads of a key head.
     """
     starts = [0]
     for count in queries:
@@ -77,10 +82,10 @@ def plan(req_to_token: Tensor, req_pool_indices: Tensor, lengths: list[int], que
             tail.append(i)
         else:
             groups.append([i])
-    return [_group(req_to_token, req_pool_indices, lengths, queries, starts, members) for members in groups]
+    return [_group(req_to_token, req_pool_indices, lengths, queries, starts, members, shared) for members in groups]
 
 
-def _group(req_to_token, req_pool_indices, lengths, queries, starts, members) -> Group:
+def _group(req_to_token, req_pool_indices, lengths, queries, starts, members, shared) -> Group:
     size = torch.tensor([lengths[i] for i in members]).unsqueeze(1)  # [B, 1]
     count = torch.tensor([queries[i] for i in members]).unsqueeze(1)
     start = torch.tensor([starts[i] for i in members]).unsqueeze(1)
@@ -94,7 +99,7 @@ def _group(req_to_token, req_pool_indices, lengths, queries, starts, members) ->
     mask = torch.zeros(len(members), 1, step.numel(), key.numel())
     mask.masked_fill_((key > last.unsqueeze(-1)).unsqueeze(1), float("-inf"))
     live = None if bool(real.all()) else real.flatten().nonzero().squeeze(1)
-    return Group(rows, keys, mask, live)
+    return Group(rows, keys.flatten(), mask.repeat(1, 1, shared, 1), live)
 
 
 def attend(groups: list[Group], query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scaling) -> Tensor:
@@ -103,11 +108,11 @@ def attend(groups: list[Group], query: Tensor, output: Tensor, k_cache: Tensor, 
     shared = heads // key_heads
     for group in groups:
         b, q = group.rows.shape
-        own = query[group.rows.flatten()].view(b, q, key_heads, shared, -1)
+        own = query.index_select(0, group.rows.flatten()).view(b, q, key_heads, shared, -1)
         own = own.permute(0, 2, 3, 1, 4).reshape(b, key_heads, shared * q, -1)  # [B, G, shared * Q, D]
-        keys = k_cache[group.keys].transpose(1, 2).to(query.dtype)  # [B, G, L, D]
-        values = v_cache[group.keys].transpose(1, 2).to(query.dtype)  # [B, G, L, V]
-        mask = group.mask.to(query.dtype).expand(-1, shared, -1, -1).reshape(b, 1, shared * q, -1)
+        keys = _gather(k_cache, group.keys, b, query.dtype)  # [B, G, L, D]
+        values = _gather(v_cache, group.keys, b, query.dtype)  # [B, G, L, V]
+        mask = group.mask.to(query.dtype)  # [B, 1, shared * Q, L]
         out = scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scaling)
         out = out.view(b, key_heads, shared, q, -1).permute(0, 3, 1, 2, 4).reshape(b * q, heads, -1)  # [B * Q, H, V]
         if group.live is None:
@@ -115,6 +120,12 @@ def attend(groups: list[Group], query: Tensor, output: Tensor, k_cache: Tensor, 
         else:
             output.index_copy_(0, group.rows.flatten()[group.live], out[group.live])
     return output
+
+
+def _gather(cache: Tensor, keys: Tensor, requests: int, dtype: torch.dtype) -> Tensor:
+    """[slots, G, D] at [B * L] -> [B, G, L, D]; index_select is three times faster here than indexing."""
+    found = cache.index_select(0, keys)
+    return found.view(requests, -1, *cache.shape[1:]).transpose(1, 2).to(dtype)
 
 
 def _cached(backend, make) -> list[Group]:
