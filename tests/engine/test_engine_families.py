@@ -89,7 +89,7 @@ def test_latent_attention_each_lora_target_alone(mla):
 
 
 def test_lora_on_kv_b_proj_is_refused_before_anything_starts(mla, tmp_path):
-    from conftest import make_engine
+    from engine_setup import make_engine
 
     spec = dataclasses.replace(mla.spec, kind="lora")
     with pytest.raises(ConfigError, match="kv_b_proj.*cannot serve as lora on model type deepseek_v3"):

@@ -11,8 +11,8 @@ import time
 
 import pytest
 from engine_models import ATTENTION, MLP, Reference, random_version, write_checkpoint
+from engine_setup import both_kinds, make_engine
 
-from conftest import both_kinds, make_engine
 from orbit_cli.errors import CheckpointError, ConfigError, EngineError
 from orbit_cli.types import SampleRequest, SamplingParams
 
@@ -133,7 +133,7 @@ def test_the_engine_dies_with_its_owner(tmp_path):
     script = f"""
 import threading, time
 from pathlib import Path
-from conftest import make_engine
+from engine_setup import make_engine
 from test_engine_process import SPEC
 engine = make_engine(Path({str(tmp_path / "llama")!r}), SPEC, Path({str(tmp_path / "log")!r}))
 threading.Thread(target=engine.start, daemon=True).start()
@@ -165,3 +165,20 @@ def test_int4_llama_with_tied_embeddings(tmp_path):
                 assert reference.gap(request.token_ids, completion, adapter) < 1e-4
         before = engine.base_checksum()
         assert before == engine.base_checksum()
+
+
+def test_two_ranks_share_a_model_and_its_adapters(tmp_path):
+    """Row-parallel inputs, column-parallel outputs and experts' halves are cut the same way for base and adapter."""
+    spec = both_kinds(ATTENTION, MLP)
+    model = write_checkpoint(tmp_path / "moe", "qwen3_moe", quantised=("experts",))
+    reference = Reference(model)
+    versions = [None, random_version(1, spec, model, kind="oft"), random_version(2, spec, model, kind="lora")]
+    with make_engine(tmp_path / "moe", spec, tmp_path / "log", tensor_parallel=2) as engine:
+        for version in versions[1:]:
+            assert engine.publish(version).checksum == version.checksum
+        for version in versions:
+            requests = _requests(version and version.number)
+            for request, completion in zip(requests, engine.generate(requests), strict=True):
+                assert reference.gap(request.token_ids, completion, version) < 1e-4
+        other = engine.generate(_requests(1))[0]
+        assert reference.gap(_requests(1)[0].token_ids, other, None) > 0.02

@@ -121,13 +121,14 @@ class Service:
 
         # frombuffer has no empty tensors; an empty version is the plugin's to refuse.
         flat = torch.frombuffer(bytearray(bucket or b"\0\0"), dtype=torch.bfloat16)[: len(bucket) // 2]  # [elements]
-        payload = MultiprocessingSerializer.serialize({BUCKET: flat})
-        ranks = self.settings["arguments"]["tp_size"]
+        # A handle of shared memory can be taken once, so every rank gets its own.
+        ranks = range(self.settings["arguments"]["tp_size"])
+        payloads = [MultiprocessingSerializer.serialize({BUCKET: flat}) for _ in ranks]
         result = await self.manager.load_lora_adapter_from_tensors(
             LoadLoRAAdapterFromTensorsReqInput(
                 lora_name=name,
                 config_dict={"orbit": about},
-                serialized_named_tensors=[payload] * ranks,
+                serialized_named_tensors=payloads,
             )
         )
         if not result.success:

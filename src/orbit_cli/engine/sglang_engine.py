@@ -249,9 +249,11 @@ class SGLangEngine:
         environment.setdefault("SGLANG_PLUGINS", "orbit")  # other plugins in the environment are not ours to start
         if self.hardware.device is Device.cpu:
             environment["OMP_NUM_THREADS"] = str(self.hardware.threads or os.cpu_count() or 1)
-            # Two spinning threads on busy cores were 9 times slower than two that sleep (64 x 1536 x 576 products).
-            environment.setdefault("GOMP_SPINCOUNT", "2000")
+            # Threads that spin for long on busy cores make a product 5 to 9 times slower (64 x 1536 x 576, two cores).
+            environment.setdefault("GOMP_SPINCOUNT", "10000")
             environment["CUDA_VISIBLE_DEVICES"] = ""
+            if self.config.tensor_parallel > 1:
+                environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_of_ranks(self.config.tensor_parallel))
         room = AdapterRoom(
             targets=self.spec.targets,
             expert_targets=self.spec.expert_targets,
@@ -333,6 +335,13 @@ def _read_config(base: Path) -> dict[str, Any]:
         return json.loads((base / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{base} is no checkpoint folder: {error}; point to a folder with config.json") from error
+
+
+def _cores_of_ranks(ranks: int) -> str:
+    """SGLang's binding of CPU ranks to cores, `first|second|...`; ranks beyond the cores share them."""
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank % len(cores) :: ranks] for rank in range(ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 def _split(paths: str | None) -> list[str]:

@@ -30,7 +30,7 @@ def serve(connection: Connection) -> None:
     while True:
         try:
             response, prompt, timeout_s = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the run is over, or was killed
             return
         connection.send(_score(scorer, response, prompt, timeout_s))
 
