@@ -29,7 +29,13 @@ def test_eval_of_a_trained_run_shows_base_and_adapter(orbit):
 
 def test_multirun_gives_four_folders_and_a_table(orbit):
     text = orbit.run(
-        "train", "-m", "recipe=sweep_adapters", "adapter=oft,lora", "seed=1,2", "trainer.steps=1", "evaluation.prompts=0"
+        "train",
+        "-m",
+        "recipe=sweep_adapters",
+        "adapter=oft,lora",
+        "seed=1,2",
+        "trainer.steps=1",
+        "evaluation.prompts=0",
     )
     runs = [path for path in orbit.root.glob("sweep-*/*/*/metrics.jsonl")]
     assert len(runs) == 4

@@ -1,4 +1,4 @@
-"""Whole runs: recipes finish inside their gap, a resumed run is the run it would have been, a killed run loses nothing."""
+"""Whole runs: recipes finish inside their gap, a resumed run is the run it would have been, a killed one loses nothing."""
 
 import os
 import signal
@@ -67,7 +67,8 @@ def test_two_and_two_are_four(orbit, kill_group):
         whole, parts = orbit.rows("whole", kind), orbit.rows("parts", kind)
         assert [repeatable(r) for r in whole] == [repeatable(r) for r in parts]
     tensors = [
-        load_file(orbit.root / name / "adapters" / "000004" / "adapter_model.safetensors") for name in ("whole", "parts")
+        load_file(orbit.root / name / "adapters" / "000004" / "adapter_model.safetensors")
+        for name in ("whole", "parts")
     ]
     assert tensors[0].keys() == tensors[1].keys()
     assert all((tensors[0][name] == tensors[1][name]).all() for name in tensors[0])

@@ -36,9 +36,7 @@ def make_model(tiny_base):
     def make(adapter=None, scale=0.02):
         config, base = tiny_base
         adapter = adapter or replace(config.adapter, block_size=16)
-        model = build_model(
-            base, spec_from_config(adapter), layers=[], device="cpu", dtype=torch.float64, seed=0
-        )
+        model = build_model(base, spec_from_config(adapter), layers=[], device="cpu", dtype=torch.float64, seed=0)
         model.bank.randomize(seed=3, scale=scale)
         model.bank.materialize()
         return model

@@ -135,8 +135,8 @@ def _add_value(request: Request, override: Override, parser: OverridesParser) ->
         check_value(key, value, COMMAND_LINE)
     if not override.is_sweep_override():
         request.values[key] = override.value()
-    below_mapping = schema_field.path != key
-    request.overrides.append(f"{'++' if below_mapping else ''}{key}={text}")
+    free_mapping = schema_field.path != key or schema_field.type is dict  # holds keys that the schema does not know
+    request.overrides.append(f"{'++' if free_mapping else ''}{key}={text}")
 
 
 def _is_text(found: Field | None) -> bool:

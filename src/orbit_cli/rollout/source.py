@@ -66,9 +66,7 @@ class RolloutSource:
             kept += chosen
             if groups == rollout.prompts_per_step:
                 break
-        return SampledBatch(
-            trajectories=kept, cursor=cursor, metrics=_metrics(kept, sampled, round_number + 1)
-        )
+        return SampledBatch(trajectories=kept, cursor=cursor, metrics=_metrics(kept, sampled, round_number + 1))
 
     def evaluate(self, version: int | None) -> EvalResult:
         """Evaluate `version` (None: the base) on the held-out prompts."""

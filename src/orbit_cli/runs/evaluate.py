@@ -15,10 +15,12 @@ from orbit_cli.types import EvalResult
 
 
 def evaluate(config: OrbitConfig) -> dict[str, dict[str, dict[str, float]]]:
-    """Evaluate. Returns {policy: {dataset: figures}} with policies "base" and the adapter's name, dataset "all" included."""
+    """Returns {policy: {dataset: figures}}: policies "base" and the adapter's name, dataset "all" among the datasets."""
     adapter = resolve_adapter(config)
     if adapter is None and not config.evaluation.base:
-        raise ConfigError("evaluation.base=false and run.adapter is not set: there is nothing to evaluate; set run.adapter")
+        raise ConfigError(
+            "evaluation.base=false and run.adapter is not set: there is nothing to evaluate; set run.adapter"
+        )
     folder = RunFolder.create(config)
     recorder = Recorder(folder, config)
     table: dict[str, dict[str, dict[str, float]]] = {}

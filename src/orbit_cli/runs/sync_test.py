@@ -42,7 +42,9 @@ def sync_test(config: OrbitConfig) -> SyncTestResult:
             checks = proof.run(base_checksum(served.base), base_checksum(served.engine.base))
         path = folder.path / "sync_test.json"
         failed = [check.cause for check in checks if not check.passed]
-        path.write_text(json.dumps({"passed": not failed, "causes": failed, "checks": [asdict(c) for c in checks]}, indent=1))
+        path.write_text(
+            json.dumps({"passed": not failed, "causes": failed, "checks": [asdict(c) for c in checks]}, indent=1)
+        )
     if altered is not None:
         shutil.rmtree(altered)
     return SyncTestResult(checks=checks, path=path)
@@ -58,7 +60,7 @@ def _altered_base(config: OrbitConfig, folder: RunFolder, recorder: Recorder) ->
 
 
 def _alter_one_byte(folder: Path) -> str:
-    """Flip the highest bit of one byte in the middle of the largest tensor of a safetensors folder; returns its name."""
+    """Flip the highest bit of a byte in the middle of a safetensors folder's largest tensor; returns its name."""
     file = sorted(folder.glob("*.safetensors"))[0]
     with file.open("r+b") as data:
         length = int.from_bytes(data.read(8), "little")

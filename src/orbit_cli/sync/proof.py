@@ -69,7 +69,9 @@ class Proof:
                 name="base unmoved by the swaps",
                 passed=drift <= NOISE_FLOOR,
                 moved=drift,
-                cause="" if drift <= NOISE_FLOOR else f"the base's log-probs moved by {drift:.2e} although it is frozen",
+                cause=""
+                if drift <= NOISE_FLOOR
+                else f"the base's log-probs moved by {drift:.2e} although it is frozen",
             )
         )
         after = self._engine.base_checksum()
@@ -92,7 +94,9 @@ class Proof:
         self._judge(name, scored)
         return scored
 
-    def _judge(self, name: str, scored: Probe, movement: float | None = None, receipt: SwapReceipt | None = None) -> None:
+    def _judge(
+        self, name: str, scored: Probe, movement: float | None = None, receipt: SwapReceipt | None = None
+    ) -> None:
         limit = self._config.max_mean_gap
         passed = scored.gap_mean <= limit
         self.checks.append(
@@ -177,7 +181,11 @@ class Proof:
             right = set(fresh.versions) == {self._number}
             cause = f"a new request for version {self._number} was served by {sorted(set(map(str, fresh.versions)))}"
             self.checks.append(
-                Check(name=f"swap {swap + 1}: new requests on version {self._number}", passed=right, cause="" if right else cause)
+                Check(
+                    name=f"swap {swap + 1}: new requests on version {self._number}",
+                    passed=right,
+                    cause="" if right else cause,
+                )
             )
             self._engine.retire()
 

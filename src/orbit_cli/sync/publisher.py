@@ -20,9 +20,7 @@ from orbit_cli.types import SwapReceipt
 class Publisher:
     """Moves adapter versions from the trainer's bank into the engine's slots."""
 
-    def __init__(
-        self, engine: RolloutEngine, model: TrainerModel, tokens: list[list[int]], config: SyncConfig
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, model: TrainerModel, tokens: list[list[int]], config: SyncConfig) -> None:
         """`tokens`: the fixed probe prompts as token ids."""
         self._engine = engine
         self._model = model
@@ -82,7 +80,10 @@ class Publisher:
             ours = moved(self._last.trainer, scored.trainer)
             theirs = moved(self._last.engine, scored.engine)
             movement = {"probe_moved_trainer": ours, "probe_moved_engine": theirs}
-            if ours > NOISE_FLOOR + self._last.gap_mean + scored.gap_mean and theirs < self._config.movement_share * ours:
+            if (
+                ours > NOISE_FLOOR + self._last.gap_mean + scored.gap_mean
+                and theirs < self._config.movement_share * ours
+            ):
                 raise ParityError(
                     f"version {number} never took effect: the trainer's log-probs moved by {ours:.2e} on the probe "
                     f"prompts, the engine's by {theirs:.2e}"

@@ -40,9 +40,7 @@ def save_checkpoint(
     partial = folder / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    torch.save(
-        {"bank": bank_state, "optimizer": optimizer_state, "torch_rng": torch.get_rng_state()}, partial / _STATE
-    )
+    torch.save({"bank": bank_state, "optimizer": optimizer_state, "torch_rng": torch.get_rng_state()}, partial / _STATE)
     (partial / _META).write_text(json.dumps(asdict(state), indent=1))
     for name in (_STATE, _META):
         _flush(partial / name)
@@ -66,7 +64,9 @@ def load_checkpoint(path: Path) -> tuple[TrainState, dict[str, Any], dict[str, A
         state = TrainState(**json.loads((path / _META).read_text()))
         data = torch.load(path / _STATE, map_location="cpu", weights_only=True)
     except (OSError, ValueError, TypeError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read ({error}); remove it to resume from an older one") from error
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read ({error}); remove it to resume from an older one"
+        ) from error
     torch.set_rng_state(data["torch_rng"])
     return state, data["bank"], data["optimizer"]
 

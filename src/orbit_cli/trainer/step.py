@@ -91,7 +91,9 @@ def optimise(
             model.bank.materialize()
             model.bank.zero_grad()
             loss = 0.0
-            for micro_rows in micro_batches(batch, own_share(_with_gradient(batch, rows, algorithm)), trainer.micro_batch_tokens):
+            for micro_rows in micro_batches(
+                batch, own_share(_with_gradient(batch, rows, algorithm)), trainer.micro_batch_tokens
+            ):
                 micro = batch.select(micro_rows)
                 logprobs, entropy = _forward(model, micro, config, with_entropy=True)
                 value, measured = _loss(micro, logprobs, entropy, divisor, config)
@@ -119,7 +121,9 @@ def _with_gradient(batch: Batch, rows: list[int], algorithm: AlgorithmConfig) ->
     return [r for r in rows if bool(batch.mask[r].any()) and (every or float(batch.advantages[r]) != 0)]
 
 
-def _forward(model: TrainerModel, batch: Batch, config: OrbitConfig, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _forward(
+    model: TrainerModel, batch: Batch, config: OrbitConfig, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     return model.logprobs(
         batch.token_ids,
         batch.lengths,
