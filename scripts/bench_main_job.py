@@ -4,10 +4,13 @@
     python scripts/bench_main_job.py --steps 6 --out docs/benchmarks/main_job_cpu.json [--trl-site DIR] [OVERRIDES...]
 
 Both sides: SmolLM2-135M-Instruct, the same prompts in the same order, the same group size, batch, response length and
-temperature, one optimiser step a batch, float32 activations, all cores. TRL trains LoRA on the dequantised weights,
-because it cannot hold the INT4 base; Orbit trains what its config says. Figures are seconds per step after the first
-(which pays for warming up). `--trl-site` is a folder made by `pip install --target DIR --no-deps trl accelerate datasets
-multiprocess xxhash dill pandas` for an environment without TRL.
+temperature, one optimiser step a batch, float32 activations, all cores. TRL trains LoRA on the plain weights, because
+it cannot hold the INT4 base; Orbit trains what its config says. Figures are seconds per step after the first (which
+pays for warming up). `--trl-site` is a folder made by
+
+    pip install --target DIR --no-deps trl accelerate datasets multiprocess xxhash dill pandas
+
+for an environment without TRL.
 """
 
 from __future__ import annotations

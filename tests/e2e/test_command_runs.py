@@ -27,16 +27,15 @@ def test_eval_of_a_trained_run_shows_base_and_adapter(orbit):
     assert "base" in text and "trained" in text and "pass@1" in text
 
 
-def test_multirun_gives_four_folders_and_a_table(orbit):
+def test_multirun_gives_a_folder_each_and_a_table(orbit):
     text = orbit.run(
         "train",
         "-m",
         "recipe=sweep_adapters",
         "adapter=oft,lora",
-        "seed=1,2",
         "trainer.steps=1",
         "evaluation.prompts=0",
     )
     runs = [path for path in orbit.root.glob("sweep-*/*/*/metrics.jsonl")]
-    assert len(runs) == 4
+    assert len(runs) == 2
     assert all(f"adapter={kind}" in text for kind in ("oft", "lora"))

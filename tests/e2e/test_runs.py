@@ -1,4 +1,4 @@
-"""Whole runs: recipes finish inside their gap, a resumed run is the run it would have been, a killed one loses nothing."""
+"""Whole runs: recipes finish inside their gap, a resumed run is what it would have been, a killed one loses nothing."""
 
 import os
 import signal

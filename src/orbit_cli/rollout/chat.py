@@ -25,7 +25,7 @@ class Chat:
             raise CheckpointError(f"{folder} holds no tokenizer that transformers can read: {error}") from error
         if not self.tokenizer.chat_template:
             raise CheckpointError(
-                f"the tokenizer in {folder} has no chat template; set model.tokenizer to a folder whose tokenizer has one"
+                f"the tokenizer in {folder} has no chat template; set model.tokenizer to a folder that has one"
             )
         self.stop_token_ids = tuple(stop_token_ids or self._stop_tokens(folder))
         if not self.stop_token_ids:

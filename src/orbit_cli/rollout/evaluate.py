@@ -47,7 +47,7 @@ def evaluate_version(
 
 
 def eval_metrics(trajectories: list[Trajectory], config: OrbitConfig) -> dict[str, float]:
-    """Means over prompts, each with its 95% bootstrap interval where it matters. Raises RunError if nothing was graded."""
+    """Means over prompts, with 95% bootstrap intervals where they matter. Raises RunError if nothing was graded."""
     evaluation = config.evaluation
     by_prompt: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:

@@ -61,8 +61,8 @@ def check_device(config: OrbitConfig) -> None:
     found = torch.cuda.device_count()
     if found < max(1, config.hardware.gpus):
         raise ConfigError(
-            f"hardware={config.hardware.name} needs {max(1, config.hardware.gpus)} GPU(s) but this machine shows {found}"
-            "; set hardware=cpu or run where the GPUs are"
+            f"hardware={config.hardware.name} needs {max(1, config.hardware.gpus)} GPU(s), this machine shows {found}; "
+            "set hardware=cpu or run where the GPUs are"
         )
 
 

@@ -15,7 +15,7 @@ from orbit_cli.types import EvalResult
 
 
 def evaluate(config: OrbitConfig) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns {policy: {dataset: figures}}: policies "base" and the adapter's name, dataset "all" among the datasets."""
+    """Returns {policy: {dataset: figures}}: policies "base" and the adapter's name, "all" among the datasets."""
     adapter = resolve_adapter(config)
     if adapter is None and not config.evaluation.base:
         raise ConfigError(
