@@ -42,7 +42,13 @@ def trajectories(seed: int = 0, groups: int = 2) -> list[Trajectory]:
 
 
 def config_for(**changes):
-    overrides = ["model=tiny_dense", "trainer.max_grad_norm=0", "rollout.prompts_per_step=2", "rollout.group_size=4"]
+    overrides = [
+        "model=tiny_dense",
+        "algorithm.correction=none",
+        "trainer.max_grad_norm=0",
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=4",
+    ]
     return compose([*overrides, *(f"{k}={v}" for k, v in changes.items())])
 
 

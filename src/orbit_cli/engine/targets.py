@@ -52,6 +52,12 @@ def supported_targets(checkpoint_config: dict[str, Any], kind: str) -> tuple[tup
 def check_targets(checkpoint_config: dict[str, Any], spec: AdapterSpec) -> None:
     """Refuse a spec that this engine cannot serve. Raises ConfigError naming the target and what is accepted."""
     linears, experts = supported_targets(checkpoint_config, spec.kind)
+    if checkpoint_config.get("model_type") == "qwen3_moe" and checkpoint_config.get("tie_word_embeddings"):
+        # sglang/srt/models/qwen3_moe.py never ties lm_head: it would sample from weights that nothing loaded.
+        raise ConfigError(
+            "this qwen3_moe checkpoint has tie_word_embeddings=true, which SGLang 0.5.17 serves with an lm_head that is "
+            "never loaded; use a checkpoint with an lm_head of its own and tie_word_embeddings=false"
+        )
     for key, wanted, accepted in (("targets", spec.targets, linears), ("expert_targets", spec.expert_targets, experts)):
         for name in wanted:
             if name not in accepted:
