@@ -34,21 +34,12 @@ def test_smoke_recipes_train_within_the_gap(orbit, recipe):
     assert (orbit.root / "smoke" / "report.html").stat().st_size > 10_000
 
 
-def test_a_small_model_learns(orbit):
-    """Reward rises: the loop's sign, the swap and the sampling are right together."""
-    orbit.run(
-        "train",
-        "recipe=smoke_dense_oft",
-        "run.name=learn",
-        "trainer.steps=16",
-        "trainer.learning_rate=1e-2",
-        "rollout.prompts_per_step=4",
-        "rollout.group_size=8",
-        "evaluation.prompts=0",
-    )
-    figures = orbit.figures("learn")
-    assert figures["reward_last_fifth"] > figures["reward_first_fifth"] + 0.15
-    assert figures["logprob_gap_max_step"] < GAP
+def test_a_real_model_learns(orbit):
+    """The main job, cut short: the loop's sign, the swap and the sampling are right together. Seeded, so repeatable."""
+    orbit.run("train", "run.name=learn", "trainer.steps=16", "evaluation.prompts=0")
+    rewards = [row["reward_mean"] for row in orbit.rows("learn")]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:2]) / 2 + 0.15, rewards
+    assert orbit.figures("learn")["logprob_gap_max_step"] < GAP
 
 
 FOUR = ["recipe=smoke_dense_oft", "evaluation.prompts=4", "evaluation.every=2"]

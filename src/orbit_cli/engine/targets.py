@@ -55,8 +55,13 @@ def check_targets(checkpoint_config: dict[str, Any], spec: AdapterSpec) -> None:
     if checkpoint_config.get("model_type") == "qwen3_moe" and checkpoint_config.get("tie_word_embeddings"):
         # sglang/srt/models/qwen3_moe.py never ties lm_head: it would sample from weights that nothing loaded.
         raise ConfigError(
-            "this qwen3_moe checkpoint has tie_word_embeddings=true, which SGLang 0.5.17 serves with an lm_head that is "
-            "never loaded; use a checkpoint with an lm_head of its own and tie_word_embeddings=false"
+            "this qwen3_moe checkpoint has tie_word_embeddings=true, which SGLang 0.5.17 serves with an lm_head that "
+            "is never loaded; use a checkpoint with an lm_head of its own and tie_word_embeddings=false"
+        )
+    if checkpoint_config.get("model_type") in _MLA and _quantises_attention(checkpoint_config):
+        raise ConfigError(
+            "this checkpoint quantises latent attention, which SGLang 0.5.17 cannot load (it reads plain q_b_proj and "
+            "kv_b_proj); quantise the routed experts alone, as Kimi-K2 does: quantization.targets=[experts]"
         )
     for key, wanted, accepted in (("targets", spec.targets, linears), ("expert_targets", spec.expert_targets, experts)):
         for name in wanted:
@@ -68,3 +73,9 @@ def check_targets(checkpoint_config: dict[str, Any], spec: AdapterSpec) -> None:
                     f"adapter.{key} has {name!r}{near}, which the engine cannot serve as {spec.kind} on model type "
                     f"{checkpoint_config.get('model_type')}; accepted are {accepts}"
                 )
+
+
+def _quantises_attention(checkpoint_config: dict[str, Any]) -> bool:
+    """Whether a compressed-tensors checkpoint names no attention linear among those left as they are."""
+    section = checkpoint_config.get("quantization_config")
+    return section is not None and not any("self_attn" in entry for entry in section.get("ignore") or [])

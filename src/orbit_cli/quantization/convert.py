@@ -25,7 +25,7 @@ from orbit_cli.quantization.files import copy_side_files, file_sha256, folder_lo
 from orbit_cli.quantization.formats import FORMATS, quantization_config
 from orbit_cli.quantization.gguf import GgufReader, shipped_smollm2
 from orbit_cli.quantization.identity import conversion_identity
-from orbit_cli.quantization.selection import Selection, select, siblings
+from orbit_cli.quantization.selection import Selection, fused_names, select, siblings
 from orbit_cli.quantization.tensor import QuantizationError, QuantizedTensor, measure_error
 
 STATE_NAME = "conversion.json"
@@ -285,7 +285,7 @@ class _Conversion:
         if self.config.format is NumberFormat.bf16:
             return config
         heads = [] if "lm_head" in self.selection.plain else ["lm_head"]  # a tied head is a linear without a tensor
-        ignore = [*self.selection.plain, *heads]
+        ignore = [*self.selection.plain, *fused_names(self.selection.plain), *heads]
         config["quantization_config"] = quantization_config(self.config.format, ignore, self._columns())
         return config
 

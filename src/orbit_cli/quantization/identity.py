@@ -15,7 +15,7 @@ from orbit_cli.quantization.checkpoint import shard_names
 from orbit_cli.quantization.files import file_sha256
 from orbit_cli.quantization.safetensors_file import SafetensorsFile
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Raised whenever the same source and settings give other bytes; cached bases of older versions are then not used."""
 
 

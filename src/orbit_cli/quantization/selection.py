@@ -7,6 +7,7 @@ Norms, embeddings, output heads, routers and vision towers never are; of the res
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,9 @@ NEVER = frozenset(
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Linears that engines fuse into one: one scheme, and for NVFP4 one global scale."""
+
+
+FUSED_NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "q_a_proj": "fused_qkv_a_proj_with_mqa"}
 
 
 class Source(Protocol):
@@ -80,6 +84,17 @@ def siblings(module: str) -> tuple[str, ...]:
     parent, _, name = module.rpartition(".")
     group = next((names for names in FUSED if name in names), (name,))
     return tuple(f"{parent}.{member}" if parent else member for member in group)
+
+
+def fused_names(plain: Sequence[str]) -> list[str]:
+    """What engines call the fusions of plain linears; SGLang looks some of them up under these names alone."""
+    present = set(plain)
+    names = {
+        f"{module.rpartition('.')[0]}.{FUSED_NAMES[name]}"
+        for module in plain
+        if (name := module.rpartition(".")[2]) in FUSED_NAMES and present.issuperset(siblings(module))
+    }
+    return sorted(names)
 
 
 def _verdict(module: str, shape: tuple[int, ...] | None, config: QuantizationConfig) -> str | None:
