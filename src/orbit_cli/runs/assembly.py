@@ -80,7 +80,6 @@ def serving(
     The engine gets room for `adapter` as it was read from disk, else for the adapter that the config describes.
     `served_base` gives the engine another base folder than the trainer's; only sync-test does that, to see it fail.
     """
-    check_device(config)
     set_threads(config)
     environment = build_environment(config.environment, config.seed, config.evaluation.prompts)
     base = prepare_base(config.model, config.quantization, notify)

@@ -17,7 +17,7 @@ from orbit_cli.config.schema.learning import Split
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.errors import ConfigError
 from orbit_cli.runs.adapters import ServedAdapter, resolve_adapter
-from orbit_cli.runs.assembly import serving
+from orbit_cli.runs.assembly import check_device, serving
 from orbit_cli.telemetry.recorder import Recorder
 from orbit_cli.telemetry.run_folder import RunFolder
 from orbit_cli.types import Prompt, Trajectory
@@ -25,6 +25,7 @@ from orbit_cli.types import Prompt, Trajectory
 
 def collect(config: OrbitConfig) -> dict[str, Any]:
     """Sample `rollout.collect_prompts` prompts x `rollout.group_size`. Returns what was written."""
+    check_device(config)
     adapter = resolve_adapter(config)
     folder = RunFolder.create(config)
     target = Path(config.run.output) if config.run.output else folder.path / "rollouts.jsonl"

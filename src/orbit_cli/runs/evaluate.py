@@ -8,7 +8,7 @@ from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.errors import ConfigError
 from orbit_cli.rollout.evaluate import eval_metrics, evaluate_version
 from orbit_cli.runs.adapters import resolve_adapter
-from orbit_cli.runs.assembly import serving
+from orbit_cli.runs.assembly import check_device, serving
 from orbit_cli.telemetry.recorder import Recorder
 from orbit_cli.telemetry.run_folder import RunFolder
 from orbit_cli.types import EvalResult
@@ -16,6 +16,7 @@ from orbit_cli.types import EvalResult
 
 def evaluate(config: OrbitConfig) -> dict[str, dict[str, dict[str, float]]]:
     """Returns {policy: {dataset: figures}}: policies "base" and the adapter's name, "all" among the datasets."""
+    check_device(config)
     adapter = resolve_adapter(config)
     if adapter is None and not config.evaluation.base:
         raise ConfigError(

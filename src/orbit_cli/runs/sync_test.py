@@ -11,7 +11,7 @@ from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.config.schema.system import Inject
 from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.quantization.identity import base_checksum
-from orbit_cli.runs.assembly import probe_tokens, serving, trainer_model
+from orbit_cli.runs.assembly import check_device, probe_tokens, serving, trainer_model
 from orbit_cli.sync.proof import Check, Proof
 from orbit_cli.telemetry.recorder import Recorder
 from orbit_cli.telemetry.run_folder import RunFolder
@@ -31,6 +31,7 @@ class SyncTestResult:
 
 def sync_test(config: OrbitConfig) -> SyncTestResult:
     """Run the proof at the config's scale. `sync.inject` breaks it on purpose, to see that the test can fail."""
+    check_device(config)
     folder = RunFolder.create(config)
     recorder = Recorder(folder, config)
     with folder.running(), recorder:

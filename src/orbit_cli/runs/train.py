@@ -10,7 +10,7 @@ from orbit_cli.errors import ParityError
 from orbit_cli.models.build import TrainerModel
 from orbit_cli.quantization.identity import base_checksum
 from orbit_cli.rollout.source import RolloutSource
-from orbit_cli.runs.assembly import Serving, compute_dtype, probe_tokens, serving, trainer_model
+from orbit_cli.runs.assembly import Serving, check_device, compute_dtype, probe_tokens, serving, trainer_model
 from orbit_cli.sync.publisher import Publisher
 from orbit_cli.telemetry.receipts import AdaptedRow
 from orbit_cli.telemetry.recorder import Recorder
@@ -28,6 +28,7 @@ def train(config: OrbitConfig) -> dict[str, Any]:
     Raises KeyboardInterrupt after a clean stop by Ctrl-C, OrbitError for all that is foreseen; the run folder's status
     says which.
     """
+    check_device(config)
     config.check_trainable()
     folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config)
     recorder = Recorder(folder, config)
