@@ -39,7 +39,7 @@ class Orbit:
 
     def run(self, *arguments: str, code: int = 0) -> str:
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=400)
+        out, err = process.communicate(timeout=800)
         assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-6000:]}"
         return out + err
 
