@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from orbit_cli.algorithms.corrections import RULES, correction_weights
+from orbit_cli.algorithms.corrections import RULES, correction_weights, effective_share
 
 LOG_W = [0.1, -1.5, 0.8, -10.0, 0.3]
 
@@ -90,5 +90,6 @@ def test_metrics_are_those_of_the_formulas(rng):
     assert metrics["gap_max"].item() == pytest.approx(max(map(abs, log_w)))
     assert metrics["outside_fraction"].item() == pytest.approx(sum(not 0.5 <= x <= 2 for x in w) / len(w))
     assert metrics["k3_mean"].item() == pytest.approx(sum(a - 1 - b for a, b in zip(w, log_w, strict=True)) / len(w))
-    assert metrics["ess_fraction"].item() == pytest.approx(sum(w) ** 2 / sum(x * x for x in w) / len(w))
+    share = effective_share(metrics["w_mean"], metrics["w_square_mean"])
+    assert share.item() == pytest.approx(sum(w) ** 2 / sum(x * x for x in w) / len(w))
     assert metrics["tokens"].item() == len(w)

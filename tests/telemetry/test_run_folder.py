@@ -80,6 +80,19 @@ def test_states(tmp_path: Path) -> None:
     assert folder.status().state is RunState.interrupted
 
 
+def test_bad_input_leaves_no_folder_unless_something_was_recorded(tmp_path: Path) -> None:
+    empty = RunFolder.create(config(tmp_path))
+    with pytest.raises(UserError), empty.running():
+        empty.engine_log.write_text("starting")
+        raise ConfigError("model.path=/x has no config.json")
+    assert not empty.path.exists()
+    kept = RunFolder.create(config(tmp_path))
+    with pytest.raises(UserError), kept.running():
+        kept.metrics.write_text("{}\n")
+        raise ConfigError("a prompt is too long")
+    assert kept.status().state is RunState.failed
+
+
 def test_open_refuses_what_is_no_run(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError):

@@ -97,20 +97,28 @@ def correction_weights(
     Returns:
         Weights and kept tokens as in `CorrectionResult`; metrics over the tokens of `mask`: `gap_mean` and `gap_max` of
         |log pi_old - log mu|, `outside_fraction` of w outside [0.5, 2], `k3_mean` (estimates KL(mu || pi_old) from mu's
-        samples), `ess_fraction` (effective sample size (sum w)^2 / sum w^2, per token), `rejected_fraction`, `tokens`.
+        samples), `w_mean` and `w_square_mean` (`effective_share` makes one figure of them), `applied_mean` (of the weights
+        as returned), `rejected_fraction`, `tokens`.
     """
     dtype = torch.promote_types(old_logprobs.dtype, torch.float32)
     gap = old_logprobs.detach().to(dtype) - rollout_logprobs.detach().to(dtype)
     log_w = torch.where(mask, gap, 0.0)  # [B, T]
     weights, accepted = RULES[kind](log_w, mask, low, high)
     kept = mask & accepted
-    return CorrectionResult(torch.where(kept, weights, 0.0), kept, _metrics(log_w[mask], kept))
+    applied = torch.where(kept, weights, 0.0)
+    return CorrectionResult(applied, kept, _metrics(log_w[mask], kept, applied))
 
 
-def _metrics(log_w: Tensor, kept: Tensor) -> dict[str, Tensor]:
+def effective_share(w_mean: Tensor, w_square_mean: Tensor) -> Tensor:
+    """Effective sample size (sum w)^2 / sum w^2, as a share of the tokens, from means over all of them."""
+    return w_mean.square() / w_square_mean
+
+
+def _metrics(log_w: Tensor, kept: Tensor, applied: Tensor) -> dict[str, Tensor]:
     tokens = log_w.numel()
     if tokens == 0:
-        names = ("gap_mean", "gap_max", "outside_fraction", "k3_mean", "ess_fraction", "rejected_fraction")
+        names = ("gap_mean", "gap_max", "outside_fraction", "k3_mean", "w_mean", "w_square_mean", "applied_mean",
+                 "rejected_fraction")  # fmt: skip
         return dict.fromkeys(names, log_w.new_zeros(())) | {"tokens": kept.sum()}
     w = _exp(log_w)  # [tokens]
     return {
@@ -118,7 +126,9 @@ def _metrics(log_w: Tensor, kept: Tensor) -> dict[str, Tensor]:
         "gap_max": log_w.abs().max(),
         "outside_fraction": ((w < 0.5) | (w > 2.0)).double().mean(),
         "k3_mean": (w - 1 - log_w).mean(),
-        "ess_fraction": w.sum().square() / w.square().sum() / tokens,
+        "w_mean": w.mean(),
+        "w_square_mean": w.square().mean(),
+        "applied_mean": applied.sum() / tokens,
         "rejected_fraction": 1 - kept.sum() / tokens,
         "tokens": kept.new_tensor(tokens, dtype=torch.int64),
     }

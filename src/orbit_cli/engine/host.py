@@ -31,7 +31,6 @@ def main() -> None:
     assert operation == "start", operation
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    threading.Thread(target=_read, args=(channel, loop, inbox), name="orbit-channel", daemon=True).start()
     try:
         from orbit_cli.engine.service import Service
 
@@ -41,6 +40,9 @@ def main() -> None:
         traceback.print_exc()
         channel.send((number, False, _sendable(error)))
         _end_session()
+    # Not before: the engine may fork while it starts, and a fork wants one thread. Until then the kernel's signal and
+    # our owner's kill of this session end us.
+    threading.Thread(target=_read, args=(channel, loop, inbox), name="orbit-channel", daemon=True).start()
     channel.send((number, True, report))
     loop.run_until_complete(_serve(channel, inbox, service))
 

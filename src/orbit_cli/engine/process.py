@@ -41,20 +41,25 @@ class EngineProcess:
         self._process: subprocess.Popen | None = None
         self._channel: Channel | None = None
         self._thread: threading.Thread | None = None
+        self._ready: Future | None = None
 
-    def start(self, timeout_s: float) -> dict[str, Any]:
-        """Start and wait until the engine serves; returns its first report. Raises EngineError or the refusal."""
+    def launch(self) -> None:
+        """Start the process and return at once; it loads while the caller does something else."""
         launched: queue.Queue = queue.Queue()
-        ready = self._expect(next(self._numbers))
+        self._ready = self._expect(next(self._numbers))
         # The kernel ties "die with your parent" to the thread that forked, so the thread that reads also forks.
         self._thread = threading.Thread(target=self._own, args=(launched,), name="orbit-engine", daemon=True)
         self._thread.start()
         error = launched.get()
         if error is not None:
             raise EngineError(f"the engine's process could not be started: {error}") from error
-        self._channel.send((0, "start", self.settings))
+        with contextlib.suppress(OSError):  # it died already; whoever waits for it hears why
+            self._channel.send((0, "start", self.settings))
+
+    def wait(self, timeout_s: float) -> dict[str, Any]:
+        """Until the engine serves; returns its first report. Raises EngineError or the refusal."""
         try:
-            return ready.result(timeout=timeout_s)
+            return self._ready.result(timeout=timeout_s)
         except TimeoutError:
             failure = EngineError(
                 f"the engine did not start within engine.start_timeout_s={timeout_s:g} seconds; its last lines:\n"

@@ -62,6 +62,7 @@ class SGLangEngine:
             "architectures": list(self.checkpoint.get("architectures") or []),
         }
         self._process = EngineProcess(settings, self._environment(), log_path)
+        self._launched = False
         self._start_report: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._live: dict[int, int] = {}  # version -> requests that run on it, oldest first
@@ -77,10 +78,17 @@ class SGLangEngine:
 
     # Life ---------------------------------------------------------------------------------------------------------
 
+    def launch(self) -> None:
+        """Begin to load the base in the background; `start` waits for it."""
+        self._process.launch()
+        self._launched = True
+
     def start(self) -> None:
         """Load the base; returns when the plugin has answered. Raises EngineError with the engine's last lines."""
         try:
-            self._start_report = self._process.start(self.config.start_timeout_s)
+            if not self._launched:
+                self.launch()
+            self._start_report = self._process.wait(self.config.start_timeout_s)
         except EngineError as error:
             text = str(error)
             if "its last lines" not in text:
@@ -251,6 +259,7 @@ class SGLangEngine:
             environment["OMP_NUM_THREADS"] = str(self.hardware.threads or os.cpu_count() or 1)
             # Threads that spin for long on busy cores make a product 5 to 9 times slower (64 x 1536 x 576, two cores).
             environment.setdefault("GOMP_SPINCOUNT", "10000")
+            environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy's own pool would keep the engine from forking
             environment["CUDA_VISIBLE_DEVICES"] = ""
             if self.config.tensor_parallel > 1:
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_of_ranks(self.config.tensor_parallel))

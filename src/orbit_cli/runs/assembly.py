@@ -40,6 +40,7 @@ class Serving:
     environment: Environment
     chat: Chat
     generator: Generator
+    model: TrainerModel | None = None  # the trainer's side, where the command has one
 
 
 def compute_dtype(config: OrbitConfig) -> torch.dtype:
@@ -74,9 +75,11 @@ def serving(
     *,
     adapter: ServedAdapter | None = None,
     served_base: Path | None = None,
+    with_trainer: bool = False,
 ) -> Iterator[Serving]:
     """Prepare the base, start the engine on it, and stop the engine at the end, whatever happens.
 
+    The trainer's model, if asked for, is built while the engine loads.
     The engine gets room for `adapter` as it was read from disk, else for the adapter that the config describes.
     `served_base` gives the engine another base folder than the trainer's; only sync-test does that, to see it fail.
     """
@@ -103,8 +106,18 @@ def serving(
         max_turns=config.environment.max_turns,
     )
     try:
+        engine.launch()
+        model = trainer_model(config, base, spec) if with_trainer else None
         engine.start()
-        yield Serving(base=base, spec=spec, engine=engine, environment=environment, chat=chat, generator=generator)
+        yield Serving(
+            base=base,
+            spec=spec,
+            engine=engine,
+            environment=environment,
+            chat=chat,
+            generator=generator,
+            model=model,
+        )
     finally:
         generator.close()
         environment.close()

@@ -11,7 +11,7 @@ from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.config.schema.system import Inject
 from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.quantization.identity import base_checksum
-from orbit_cli.runs.assembly import check_device, probe_tokens, serving, trainer_model
+from orbit_cli.runs.assembly import check_device, probe_tokens, serving
 from orbit_cli.sync.proof import Check, Proof
 from orbit_cli.telemetry.recorder import Recorder
 from orbit_cli.telemetry.run_folder import RunFolder
@@ -36,9 +36,10 @@ def sync_test(config: OrbitConfig) -> SyncTestResult:
     recorder = Recorder(folder, config)
     with folder.running(), recorder:
         altered = _altered_base(config, folder, recorder) if config.sync.inject is Inject.alter_base else None
-        with serving(config, folder.engine_log, recorder.notify, served_base=altered) as served:
-            model = trainer_model(config, served.base, served.spec)
-            proof = Proof(served.engine, model, probe_tokens(config, served), config.sync, config.sync.inject)
+        with serving(
+            config, folder.engine_log, recorder.notify, served_base=altered, with_trainer=True
+        ) as served:
+            proof = Proof(served.engine, served.model, probe_tokens(config, served), config.sync, config.sync.inject)
             recorder.notify("comparing trainer and engine")
             checks = proof.run(base_checksum(served.base), base_checksum(served.engine.base))
         path = folder.path / "sync_test.json"

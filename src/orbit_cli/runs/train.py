@@ -10,7 +10,7 @@ from orbit_cli.errors import ParityError
 from orbit_cli.models.build import TrainerModel
 from orbit_cli.quantization.identity import base_checksum
 from orbit_cli.rollout.source import RolloutSource
-from orbit_cli.runs.assembly import Serving, check_device, compute_dtype, probe_tokens, serving, trainer_model
+from orbit_cli.runs.assembly import Serving, check_device, compute_dtype, probe_tokens, serving
 from orbit_cli.sync.publisher import Publisher
 from orbit_cli.telemetry.receipts import AdaptedRow
 from orbit_cli.telemetry.recorder import Recorder
@@ -33,12 +33,13 @@ def train(config: OrbitConfig) -> dict[str, Any]:
     folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config)
     recorder = Recorder(folder, config)
     with folder.running(), recorder, StopRequest() as stop:
-        with serving(config, folder.engine_log, recorder.notify) as served:
-            model = trainer_model(config, served.base, served.spec)
+        with serving(config, folder.engine_log, recorder.notify, with_trainer=True) as served:
+            model = served.model
             session = _session(config, folder, recorder, stop, served, model)
             frozen = model.checksum()
             recorder.receipts(_adapted_rows(model), _facts(config, served, model, frozen))
             train_loop(session)
+            session.publisher.check_frozen(session.state.version)
             if model.checksum() != frozen:
                 raise ParityError("the trainer's frozen base changed during the run; its adapter cannot be trusted")
             session.export(session.state.version)

@@ -1,7 +1,8 @@
 """Publish adapter versions to the engine and prove that each arrived.
 
 A publish is believed only when: the engine reports the checksum of what it holds and it is ours; the engine's log-probs
-moved when the trainer's did; the gap between the two sides is within its limit; the base under it is unchanged.
+moved when the trainer's did; the gap between the two sides is within its limit. Every few versions, and at the end of a
+run, the engine hashes the base in its memory: it must be what it was.
 Anything else stops the run with what was wrong.
 """
 
@@ -49,12 +50,9 @@ class Publisher:
         self._engine.retire()
         scored = probe(self._engine, self._model, self._tokens, number)
         metrics = self._check_probe(scored, number)
-        checksum = self._engine.base_checksum()
-        if checksum != self._base_checksum:
-            raise ParityError(
-                f"the engine's base changed: its checksum was {self._base_checksum[:12]} at the start and is "
-                f"{checksum[:12]} after version {number}; the frozen base must never change"
-            )
+        every = self._config.base_checksum_every
+        if every and number % every == 0:
+            self.check_frozen(number)
         self._last = scored
         return {
             **metrics,
@@ -63,6 +61,15 @@ class Publisher:
             "swap_milliseconds": receipt.milliseconds,
             "sync_seconds": time.perf_counter() - started,
         }
+
+    def check_frozen(self, number: int) -> None:
+        """Hash the engine's base in its memory as it is after version `number`. Raises ParityError if it changed."""
+        checksum = self._engine.base_checksum()
+        if checksum != self._base_checksum:
+            raise ParityError(
+                f"the engine's base changed: its checksum was {self._base_checksum[:12]} at the start and is "
+                f"{checksum[:12]} after version {number}; the frozen base must never change"
+            )
 
     def _check_receipt(self, receipt: SwapReceipt, number: int, checksum: str, tensors: int) -> None:
         if receipt.version != number:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,17 +181,30 @@ class RunFolder:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keep status.json true while a run goes on, and say at the end how it ended."""
+        """Keep status.json true while a run goes on, and say at the end how it ended.
+
+        Bad input that shows before anything was recorded leaves no folder behind.
+        """
         self.set_status(RunState.running)
         try:
             yield
         except KeyboardInterrupt:
             self.set_status(RunState.interrupted)
             raise
+        except UserError as error:
+            if self._holds_work():
+                self.set_status(RunState.failed, f"{type(error).__name__}: {error}")
+            else:
+                shutil.rmtree(self.path)
+            raise
         except BaseException as error:  # whatever it is, the folder must not go on saying "running"
             self.set_status(RunState.failed, f"{type(error).__name__}: {error}")
             raise
         self.set_status(RunState.finished)
+
+    def _holds_work(self) -> bool:
+        start = {self.config, self._status, self.engine_log, self.memory}
+        return any(path.is_file() and path not in start and path.stat().st_size for path in self.path.rglob("*"))
 
     def status(self) -> RunStatus | None:
         """What the run last said of itself, or None for a folder without status.json."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from orbit_cli.algorithms.advantages import compute_advantages
 from orbit_cli.algorithms.aggregation import LossDivisor, loss_divisor, loss_weights
-from orbit_cli.algorithms.corrections import CorrectionResult, correction_weights
+from orbit_cli.algorithms.corrections import CorrectionResult, correction_weights, effective_share
 from orbit_cli.algorithms.kl import kl_in_reward, kl_loss
 from orbit_cli.algorithms.losses import token_losses
 from orbit_cli.algorithms.metrics import merge
@@ -215,7 +215,7 @@ def _joined(parts: list[dict[str, Tensor]]) -> dict[str, float]:
         "gap/gap_max": "logprob_gap_max",
         "gap/outside_fraction": "ratio_outside_share",
         "gap/k3_mean": "rollout_kl",
-        "gap/ess_fraction": "effective_sample_share",
+        "gap/applied_mean": "correction_weight_mean",
         "entropy_mean": "entropy",
         "kl_ref_mean": "kl_ref",
         "ratio/ratio_max": "ratio_max",
@@ -223,6 +223,7 @@ def _joined(parts: list[dict[str, Tensor]]) -> dict[str, float]:
         "ratio/clip_high_fraction": "clip_high",
     }
     metrics = {ours: float(joined[theirs]) for theirs, ours in names.items() if theirs in joined}
+    metrics["effective_sample_share"] = float(effective_share(joined["gap/w_mean"], joined["gap/w_square_mean"]))
     metrics["kept_share"] = 1.0 - float(joined["gap/rejected_fraction"])
     return metrics
 

@@ -1,0 +1,203 @@
+"""Grouped products over packed experts against float64, on ragged groups, in both directions.
+
+The same tests run under Triton's interpreter on a CPU (float32) and natively on a GPU (BF16), see kernel_device.py.
+"""
+
+import pytest
+import torch
+from kernel_device import DEVICE, DTYPE, INTERPRETED, relative_error, tolerance, values
+from random_weights import random_case
+
+from orbit_kernels.decode import FORMATS
+from orbit_kernels.fragments import fragment_order
+from orbit_kernels.grouped import (
+    PackedExperts,
+    decoded_expert,
+    forward_reference,
+    gradient_reference,
+    grouped_forward,
+    grouped_input_gradient,
+)
+
+TILE = 32
+COUNTS = ([0, 1, TILE - 1, TILE, TILE + 1, 0], [0, 0, 3 * TILE + 5, 0], [1, TILE // 4, TILE // 2, TILE // 2 + 1])
+OUTPUTS, INPUTS = (64, 96) if INTERPRETED else (512, 384)
+
+
+def random_experts(fmt: str, experts: int, outputs: int = OUTPUTS, inputs: int = INPUTS, parts: int = 1):
+    """(weight on the device, float64 [E, N, K] as the kernels round it)."""
+    packed, scale, global_scale, _ = random_case(fmt, outputs, inputs, (experts,))
+    if fmt == "fp8" and parts > 1:
+        scale = torch.rand(experts, parts * -(-outputs // parts // 128), -(-inputs // 128)) + 0.01
+    weight = PackedExperts(
+        packed=packed.to(DEVICE),
+        scale=None if scale is None else scale.to(DEVICE),
+        fmt=fmt,
+        global_scale=None if global_scale is None else global_scale.to(DEVICE),
+        parts=parts,
+    )
+    return weight, torch.stack([decoded_expert(weight, e, DTYPE) for e in range(experts)]).double().cpu()
+
+
+def offsets_of(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
+
+
+def in_order(x: torch.Tensor, weight: PackedExperts) -> torch.Tensor:
+    """x as `grouped_forward` takes it."""
+    return x[..., fragment_order(x.shape[-1], x.device)].contiguous() if weight.in_fragment_order else x
+
+
+def poisoned(*shape: int) -> torch.Tensor:
+    """NaN everywhere, with a row more than asked for at the end."""
+    return torch.full((shape[0] + 1, *shape[1:]), torch.nan, dtype=DTYPE, device=DEVICE)
+
+
+def per_expert(rows: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """rows of expert e times matrices[e], in float64 on the CPU."""
+    return torch.cat([r @ m for r, m in zip(rows.double().cpu().split(counts), matrices, strict=True)])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_both_directions_against_float64(fmt, counts):
+    weight, dense = random_experts(fmt, len(counts))
+    x, dy = values(sum(counts), INPUTS), values(sum(counts), OUTPUTS)
+    y = poisoned(sum(counts), OUTPUTS)
+    grouped_forward(in_order(x, weight), weight, offsets_of(counts), tile=TILE, out=y[:-1])
+    assert relative_error(y[:-1], per_expert(x, dense.transpose(1, 2), counts)) < tolerance()
+    assert y[-1].isnan().all()  # nothing is written past the last row
+    dx = poisoned(sum(counts), INPUTS)
+    grouped_input_gradient(dy, weight, offsets_of(counts), tile=TILE, out=dx[:-1])
+    assert relative_error(dx[:-1], per_expert(dy, dense, counts)) < tolerance()
+    assert dx[-1].isnan().all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_parts_read_and_write_their_own_rows(fmt):
+    counts = [5, 0, 40]
+    weight, dense = random_experts(fmt, 3, 2 * OUTPUTS if fmt == "fp8" else OUTPUTS, parts=2)
+    x, dy = values(2, sum(counts), INPUTS), values(sum(counts), dense.shape[1])
+    halves = dense.chunk(2, 1)
+    y = grouped_forward(in_order(x, weight), weight, offsets_of(counts), split=True)
+    wanted = [per_expert(x[p], halves[p].transpose(1, 2), counts) for p in range(2)]
+    assert relative_error(y, torch.cat(wanted, 1)) < tolerance()
+    assert relative_error(forward_reference(x, weight, offsets_of(counts), split=True), y) < 2 * tolerance()
+    dx = grouped_input_gradient(dy, weight, offsets_of(counts), split=True)
+    wanted = torch.stack([per_expert(d, h, counts) for d, h in zip(dy.chunk(2, 1), halves, strict=True)])
+    assert relative_error(dx, wanted) < tolerance()
+    assert relative_error(gradient_reference(dy, weight, offsets_of(counts), split=True), dx) < 2 * tolerance()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_gradient_is_the_adjoint_of_forward(fmt):
+    """<dY, f(x)> = <g(dY), x>, to what rounding both results allows."""
+    counts = [7, 0, 50]
+    weight, _ = random_experts(fmt, 3)
+    x, dy = values(57, INPUTS), values(57, OUTPUTS)
+    y = grouped_forward(in_order(x, weight), weight, offsets_of(counts))
+    dx = grouped_input_gradient(dy, weight, offsets_of(counts))
+    left, right = (dy.double() * y.double()).sum(), (dx.double() * x.double()).sum()
+    assert abs(left - right) < tolerance() * y.double().norm() * dy.double().norm()
+
+
+def each_code_once(fmt: str) -> PackedExperts:
+    """One expert with every pair of codes in every byte position, and every scale that the format can store."""
+    if fmt == "int4":
+        bits = torch.arange(0, 1 << 15, 1 if not INTERPRETED else 331, dtype=torch.int32).to(torch.int16)
+        scale = bits.view(torch.bfloat16)
+        scale = scale[scale.isfinite() & (scale < 2.0**120)]
+    elif fmt == "mxfp4":
+        scale = torch.arange(0, 252, dtype=torch.uint8)
+    else:
+        scale = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    groups, size = scale.numel() // 64 * 64, 16 if fmt == "nvfp4" else 32
+    scale = scale.view(-1) if scale.dtype != torch.float8_e4m3fn else scale
+    rows = torch.arange(groups).unsqueeze(1)  # one group per row and its double columns
+    codes = (torch.arange(32) + rows) % 16
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    held = scale.view(torch.uint8)[:groups] if scale.dtype == torch.float8_e4m3fn else scale[:groups]
+    stored = held.unsqueeze(1).repeat(1, 32 // size)
+    if scale.dtype == torch.float8_e4m3fn:
+        stored = stored.view(torch.float8_e4m3fn)
+    return PackedExperts(
+        packed=packed.unsqueeze(0).to(DEVICE),
+        scale=stored.unsqueeze(0).to(DEVICE),
+        fmt=fmt,
+        global_scale=torch.ones(1, device=DEVICE) if fmt == "nvfp4" else None,
+    )
+
+
+@pytest.mark.parametrize("fmt", ["int4", "mxfp4", "nvfp4"])
+def test_every_code_under_every_scale_bit_for_bit(fmt):
+    """Products with the identity are the weights themselves; each code meets each scale in both directions."""
+    weight = each_code_once(fmt)
+    expected = decoded_expert(weight, 0, DTYPE)  # [N, 32]
+    outputs = expected.shape[0]
+    unit = torch.eye(32, dtype=DTYPE, device=DEVICE)
+    y = grouped_forward(in_order(unit, weight), weight, offsets_of([32]))
+    assert torch.equal(y.T, expected)
+    step = min(outputs, 2048)
+    for first in range(0, outputs, step):
+        unit = torch.zeros(min(step, outputs - first), outputs, dtype=DTYPE, device=DEVICE)
+        unit.diagonal(first).fill_(1)
+        dx = grouped_input_gradient(unit, weight, offsets_of([len(unit)]))
+        assert torch.equal(dx, expected[first : first + step])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_row_does_not_depend_on_batch_position_or_tile(fmt):
+    weight, _ = random_experts(fmt, 2)
+    row, filler = values(1, INPUTS), values(70, INPUTS)
+    alone = grouped_forward(in_order(row, weight), weight, offsets_of([0, 1]))
+    for tile in (16, 32, 64, 128):
+        for before in (0, 3, 41):
+            x = torch.cat((filler[: 5 + before], row, filler[before:]))
+            y = grouped_forward(in_order(x, weight), weight, offsets_of([5, len(x) - 5]), tile=tile)
+            assert torch.equal(y[5 + before], alone[0])
+
+
+def test_runs_repeat_bit_for_bit():
+    weight, _ = random_experts("int4", 2)
+    x, dy, offsets = values(90, INPUTS), values(90, OUTPUTS), offsets_of([20, 70])
+    first = grouped_forward(in_order(x, weight), weight, offsets), grouped_input_gradient(dy, weight, offsets)
+    again = grouped_forward(in_order(x, weight), weight, offsets), grouped_input_gradient(dy, weight, offsets)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def test_a_wrong_kernel_would_be_noticed():
+    """The mistakes that the design invites: activations in natural order, rows of the neighbour, one code off."""
+    counts = [20, 44]
+    weight, dense = random_experts("int4", 2)
+    x = values(64, INPUTS)
+    wanted = per_expert(x, dense.transpose(1, 2), counts)
+    shifted = PackedExperts(packed=weight.packed ^ 16, scale=weight.scale, fmt="int4")
+    wrong = (
+        grouped_forward(x, weight, offsets_of(counts)),
+        grouped_forward(in_order(x, weight), weight, offsets_of([21, 43])),
+        grouped_forward(in_order(x, shifted), shifted, offsets_of(counts)),
+    )
+    assert all(relative_error(y, wanted) > 4 * tolerance() for y in wrong)
+
+
+def test_no_rows():
+    weight, _ = random_experts("int4", 3)
+    y = grouped_forward(values(0, INPUTS), weight, offsets_of([0, 0, 0]))
+    dx = grouped_input_gradient(values(0, OUTPUTS), weight, offsets_of([0, 0, 0]))
+    assert y.shape == (0, OUTPUTS) and dx.shape == (0, INPUTS)
+
+
+def test_what_does_not_fit_is_refused_with_its_reason():
+    weight, _ = random_experts("int4", 2)
+    offsets = offsets_of([1, 2])
+    with pytest.raises(ValueError, match=rf"shape \[3, 32\].*{INPUTS}"):
+        grouped_forward(values(3, 32), weight, offsets)
+    with pytest.raises(ValueError, match="float16.*convert"):
+        grouped_forward(values(3, INPUTS).half(), weight, offsets)
+    with pytest.raises(ValueError, match=r"int32 \[3\]"):
+        grouped_forward(values(3, INPUTS), weight, offsets[:2])
+    with pytest.raises(ValueError, match="contiguous"):
+        grouped_forward(values(3, 2 * INPUTS)[:, ::2], weight, offsets)
+    float_scale = PackedExperts(packed=weight.packed, scale=weight.scale.float(), fmt="int4")
+    with pytest.raises(ValueError, match="bfloat16"):
+        grouped_forward(values(3, INPUTS), float_scale, offsets)

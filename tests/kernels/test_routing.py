@@ -1,0 +1,29 @@
+"""Routing tensors and tile lists against plain loops."""
+
+import pytest
+import torch
+from kernel_device import DEVICE
+
+from orbit_kernels.routing import route, row_tiles, row_tiles_reference
+
+
+@pytest.mark.parametrize("tokens, slots, experts", [(37, 2, 5), (1, 8, 64), (64, 1, 3)])
+def test_rows_are_sorted_by_expert_and_keep_token_order(tokens, slots, experts):
+    ids = torch.randint(0, experts - 1, (tokens, slots)).to(DEVICE)  # the last expert stays empty
+    routing = route(ids, experts)
+    flat = ids.flatten().tolist()
+    expected = sorted(range(len(flat)), key=lambda slot: (flat[slot], slot))
+    assert routing.order.tolist() == expected
+    assert routing.position.flatten()[routing.order.long()].tolist() == list(range(len(flat)))
+    assert routing.offsets.diff().tolist() == [flat.count(expert) for expert in range(experts)]
+    assert (routing.rows, routing.experts) == (tokens * slots, experts)
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 31, 32, 33, 0], [100], [0, 0, 0], [1] * 40])
+@pytest.mark.parametrize("size", [16, 32])
+def test_tiles_cover_every_row_once(counts, size):
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    tiles = row_tiles(offsets.to(DEVICE), sum(counts), size)
+    count = tiles.count.item()
+    listed = list(zip(tiles.expert[:count].tolist(), tiles.start[:count].tolist(), strict=True))
+    assert listed == row_tiles_reference(offsets, size)
