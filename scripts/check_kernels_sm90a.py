@@ -79,7 +79,9 @@ def example(fmt: str, outputs: int, inputs: int, parts: int) -> grouped.PackedEx
     """Two experts of a shape that needs no masks, as nearly all real ones."""
     experts = 2
     if fmt == "bf16":
-        return grouped.PackedExperts(packed=torch.zeros(experts, outputs, inputs, dtype=torch.bfloat16), scale=None, fmt=fmt)
+        return grouped.PackedExperts(
+            packed=torch.zeros(experts, outputs, inputs, dtype=torch.bfloat16), scale=None, fmt=fmt
+        )
     if fmt == "fp8":
         packed = torch.zeros(experts, outputs, inputs).to(torch.float8_e4m3fn)
         return grouped.PackedExperts(
@@ -117,7 +119,9 @@ def main() -> int:
                 bad = report["spill_bytes"] > 0 or report["serialised"]
                 failed |= bad
                 shared = kernel.metadata.shared
-                print(f"{'FAIL' if bad else 'ok':5}{fmt:6}{name:9} tile {tile:4} shared {shared:7} {report}", flush=True)
+                print(
+                    f"{'FAIL' if bad else 'ok':5}{fmt:6}{name:9} tile {tile:4} shared {shared:7} {report}", flush=True
+                )
     return int(failed)
 
 

@@ -2,8 +2,8 @@
 
 No decoded copy of a weight exists outside registers, and both directions read the same bytes. The weights are the
 left, register operand of the matrix unit and tokens the right one in shared memory, so that a decoded weight never
-passes through shared memory and a tile may hold as few as 16 tokens. One accumulator runs over the reduction in steps of
-16, ascending: the result of a row does not depend on tile size, batch or position. Nothing is split or added
+passes through shared memory and a tile may hold as few as 16 tokens. One accumulator runs over the reduction in steps
+of 16, ascending: the result of a row does not depend on tile size, batch or position. Nothing is split or added
 atomically. Left out: weight gradients (the base is frozen) and what happens between the products (experts.py).
 
 Shape letters: R rows sorted by expert, E experts, N outputs, K inputs, P parts of N (gate, up), G scale groups along K.
@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from orbit_kernels.decode import FORMATS, dequantize
 from orbit_kernels.fragments import GROUP
 from orbit_kernels.grouped_tiles import forward_kernel, gradient_kernel
-from orbit_kernels.routing import Tiles, row_tiles
+from orbit_kernels.routing import row_tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -104,7 +104,7 @@ def gradient_kernel(
     PARTS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     FMT: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, TAILS: tl.constexpr,
 ):  # fmt: skip
-    """out[row, k] = sum over n of dy[row, n] W[expert, n, k]; with SPLITS > 1 part p of N goes to row p * rows + row."""
+    """out[row, k] = sum over n of dy[row, n] W[expert, n, k]; with SPLITS part p of N goes to row p * rows + row."""
     per_split = tl.cdiv(inputs, BLOCK)
     blocks = SPLITS * per_split
     total = tl.load(tile_count) * blocks
@@ -182,10 +182,7 @@ def _gradient_tile(
         acc = tl.dot(weights.to(tokens.dtype), tokens.T, acc)
     if FMT == "nvfp4":
         acc = acc * tl.load(factor + expert)
-    if FMT == "bf16" or FMT == "fp8":
-        product = acc.T
-    else:
-        product = columns_in_order(acc)  # [BM, BLOCK]
+    product = acc.T if FMT == "bf16" or FMT == "fp8" else columns_in_order(acc)  # [BM, BLOCK]
     m = row + tl.arange(0, BM)
     k_out = first + tl.arange(0, BLOCK)
     where = (split * rows + m)[:, None].to(tl.int64) * inputs + k_out[None, :]
