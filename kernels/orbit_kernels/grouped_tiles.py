@@ -55,6 +55,18 @@ def forward_kernel(
 
 
 @triton.jit
+def _settled(acc, ASM: tl.constexpr):
+    """acc itself, and a use of it, so that Triton waits for the product before the next weights are decoded.
+
+    Without it Triton 3.6 leaves products in flight while the registers that they read are given to the next decode:
+    wrong numbers, depending on timing (seen on an H200 at tiles of 128 tokens, and in the assembly).
+    """
+    if ASM:
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    return acc
+
+
+@triton.jit
 def _forward_tile(
     x, stored, scale, factor, out, expert, row, x_row, end, part, first, inputs, part_rows,
     PARTS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, FMT: tl.constexpr,
@@ -89,7 +101,7 @@ def _forward_tile(
                 pair = own.reshape(BLOCK, STEP // 32, 1, 2, 1)
                 spread = pair.broadcast_to(BLOCK, STEP // 32, 4, 2, 4)
             weights = codes * spread.reshape(BLOCK, STEP)
-        acc = tl.dot(weights.to(tokens.dtype), tokens.T, acc)
+        acc = _settled(tl.dot(weights.to(tokens.dtype), tokens.T, acc), ASM)
     if FMT == "nvfp4":
         acc = acc * tl.load(factor + expert)
     m = row + tl.arange(0, BM)
@@ -179,7 +191,7 @@ def _gradient_tile(
                 halves = codes.reshape(2, BLOCK // 32, 2, 2, 4, STEP)
                 weights = halves * pair[None, :, None, :, None, :]
             weights = weights.reshape(BLOCK, STEP)
-        acc = tl.dot(weights.to(tokens.dtype), tokens.T, acc)
+        acc = _settled(tl.dot(weights.to(tokens.dtype), tokens.T, acc), ASM)
     if FMT == "nvfp4":
         acc = acc * tl.load(factor + expert)
     product = acc.T if FMT == "bf16" or FMT == "fp8" else columns_in_order(acc)  # [BM, BLOCK]

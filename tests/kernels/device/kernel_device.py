@@ -1,4 +1,4 @@
-"""Where the kernels of these tests run: natively on a GPU in BF16, or under Triton's interpreter, which needs float32."""
+"""Where the kernels of these tests run: natively in BF16 on a GPU, or in float32 under Triton's interpreter."""
 
 import os
 

@@ -102,7 +102,7 @@ def test_gradient_is_the_adjoint_of_forward(fmt):
 
 
 def each_scale_of(fmt: str) -> torch.Tensor:
-    """Every scale [n] that the format can store and whose products are finite; a sample of INT4's on the interpreter."""
+    """Every scale [n] that the format can store with finite products; of INT4's a sample on the interpreter."""
     if fmt == "int4":
         scale = torch.arange(0, 1 << 15, 331 if INTERPRETED else 1).to(torch.int16).view(torch.bfloat16)
         return scale[scale < 2.0**120]
