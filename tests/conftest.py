@@ -9,9 +9,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Before any import of wandb or transformers: no test may reach for the network.
+# Before any import of wandb, transformers or torch: no test may reach for the network.
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Test files run side by side, one for each core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

@@ -97,8 +97,8 @@ def correction_weights(
     Returns:
         Weights and kept tokens as in `CorrectionResult`; metrics over the tokens of `mask`: `gap_mean` and `gap_max` of
         |log pi_old - log mu|, `outside_fraction` of w outside [0.5, 2], `k3_mean` (estimates KL(mu || pi_old) from mu's
-        samples), `w_mean` and `w_square_mean` (`effective_share` makes one figure of them), `applied_mean` (of the weights
-        as returned), `rejected_fraction`, `tokens`.
+        samples), `w_mean` and `w_square_mean` (`effective_share` makes one figure of them), `applied_mean` (of the
+        weights as returned), `rejected_fraction`, `tokens`.
     """
     dtype = torch.promote_types(old_logprobs.dtype, torch.float32)
     gap = old_logprobs.detach().to(dtype) - rollout_logprobs.detach().to(dtype)

@@ -36,9 +36,7 @@ def sync_test(config: OrbitConfig) -> SyncTestResult:
     recorder = Recorder(folder, config)
     with folder.running(), recorder:
         altered = _altered_base(config, folder, recorder) if config.sync.inject is Inject.alter_base else None
-        with serving(
-            config, folder.engine_log, recorder.notify, served_base=altered, with_trainer=True
-        ) as served:
+        with serving(config, folder.engine_log, recorder.notify, served_base=altered, with_trainer=True) as served:
             proof = Proof(served.engine, served.model, probe_tokens(config, served), config.sync, config.sync.inject)
             recorder.notify("comparing trainer and engine")
             checks = proof.run(base_checksum(served.base), base_checksum(served.engine.base))

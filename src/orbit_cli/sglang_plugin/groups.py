@@ -12,15 +12,22 @@ from itertools import takewhile
 
 MIN_SAVED_TOKENS = 8  # of one request
 MIN_SAVED_IN_ALL = 64  # of a queue: a pass of its own costs about as much as prefilling this many tokens
+LOOK_AHEAD = 256  # requests at the head of the queue that are looked at; no pass admits more
 
 
 def mark_followers(result, policy, waiting_queue, _running_batch=None):
     """After SchedulePolicy.calc_priority: which requests of the queue wait for one before them."""
     if getattr(policy.tree_cache, "disable", True):
         return result
+    queue = waiting_queue[:LOOK_AHEAD]
+    if not _matched(policy, waiting_queue):
+        from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+        for request in queue:
+            match_prefix_for_req(policy.tree_cache, request, include_req=True)
     leaders: dict[str | None, list] = {}  # by cache key: prompts that this pass will compute
     saved: dict[int, int] = {}
-    for place, request in enumerate(waiting_queue):
+    for place, request in enumerate(queue):
         request.orbit_follows = False
         tokens, others = request.origin_input_ids, leaders.setdefault(request.extra_key, [])
         # The last token is always computed: its logits are wanted.
@@ -32,8 +39,16 @@ def mark_followers(result, policy, waiting_queue, _running_batch=None):
             others.append(tokens)
     if sum(saved.values()) >= MIN_SAVED_IN_ALL:
         for place in saved:
-            waiting_queue[place].orbit_follows = True
+            queue[place].orbit_follows = True
     return result
+
+
+def _matched(policy, waiting_queue) -> bool:
+    """Whether calc_priority looked up what is cached of each request: not for a long queue, where it goes first come
+    first served, and then a request's last known match is of another time."""
+    from sglang.srt.managers.schedule_policy import CacheAwarePolicy
+
+    return isinstance(policy._determine_active_policy(waiting_queue), CacheAwarePolicy)
 
 
 def may_run(original, scheduler, request, running_loras) -> bool:
