@@ -49,10 +49,10 @@ def _outputs(step: int, second: int) -> str:
 
 
 _WORD, _ROWS = ("mov.b32 v, $8;", _outputs(1, 4)), ("mov.b32 v, {$8, $9};", _outputs(2, 1))
-_INT4_WORD = _asm(_int4_pair, "0x43084308", *_WORD)
-_INT4_ROWS = _asm(_int4_pair, "0x43084308", *_ROWS)
-_E2M1_WORD = _asm(_e2m1_pair, "0x7e807e80", *_WORD)
-_E2M1_ROWS = _asm(_e2m1_pair, "0x7e807e80", *_ROWS)
+INT4_WORD = _asm(_int4_pair, "0x43084308", *_WORD)
+INT4_ROWS = _asm(_int4_pair, "0x43084308", *_ROWS)
+E2M1_WORD = _asm(_e2m1_pair, "0x7e807e80", *_WORD)
+E2M1_ROWS = _asm(_e2m1_pair, "0x7e807e80", *_ROWS)
 _EIGHT = tl.constexpr((tl.bfloat16,) * 8)
 
 
@@ -85,7 +85,7 @@ def _join8(r0, r1, r2, r3, r4, r5, r6, r7):
 def nibbles_along_rows(words, FMT: tl.constexpr, ASM: tl.constexpr):
     """Unscaled weights [B, 8 W] in fragment order from words [B, W] int32; BF16, without ASM float32."""
     if ASM:
-        TEXT: tl.constexpr = _INT4_WORD if FMT == "int4" else _E2M1_WORD
+        TEXT: tl.constexpr = INT4_WORD if FMT == "int4" else E2M1_WORD
         r0, r1, r2, r3, r4, r5, r6, r7 = tl.inline_asm_elementwise(
             asm=TEXT, constraints="=h,=h,=h,=h,=h,=h,=h,=h,r", args=[words], dtype=_EIGHT, is_pure=True, pack=1
         )
@@ -109,7 +109,7 @@ def nibbles_across_rows(units, FMT: tl.constexpr, ASM: tl.constexpr):
     U: tl.constexpr = units.shape[1]
     even, odd = tl.split(units.reshape(B // 2, 2, U).permute(0, 2, 1))  # rows 2 n2 and 2 n2 + 1, [B/2, U]
     if ASM:
-        TEXT: tl.constexpr = _INT4_ROWS if FMT == "int4" else _E2M1_ROWS
+        TEXT: tl.constexpr = INT4_ROWS if FMT == "int4" else E2M1_ROWS
         r0, r1, r2, r3, r4, r5, r6, r7 = tl.inline_asm_elementwise(
             asm=TEXT, constraints="=h,=h,=h,=h,=h,=h,=h,=h,h,h", args=[even, odd], dtype=_EIGHT, is_pure=True, pack=1
         )
@@ -134,9 +134,8 @@ def columns_in_order(columns):
 def group_scale(stored, FMT: tl.constexpr, ASM: tl.constexpr):
     """Group scales as BF16 numbers (float32 without ASM) from their stored form; NVFP4 leaves out the global scale."""
     if FMT == "mxfp4":
-        byte = stored.to(tl.int16)
-        bits = tl.where(byte == 0, 0x0040, tl.where(byte == 255, 0x7FC0, byte << 7))  # 2^-127 is subnormal
-        value = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        # The exponent of BF16; byte 0 is 2^-127, a subnormal, and 255, NaN by the standard, comes out as infinity.
+        value = tl.maximum(stored.to(tl.int16) << 7, 0x0040).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif FMT == "nvfp4":
         value = fp8_number(stored)
     else:

@@ -98,6 +98,12 @@ def grouped_forward(
     if rows == 0:
         return out
     tile = tile or token_tile(rows, experts)
+    if shape is None and _suits_hopper(x, weight, inputs, 256):
+        from orbit_kernels import hopper_forward
+
+        tiles = row_tiles(offsets, rows, tile)
+        hopper_forward.forward(x, weight, out, tiles, offsets, rows if split else 0, multiprocessors())
+        return out
     shape = shape or FORWARD_SHAPES[tile]
     block = min(shape.block, max(16, triton.next_power_of_2(outputs // weight.parts)))
     step = min(shape.step, max(32, triton.next_power_of_2(inputs)))
@@ -140,6 +146,12 @@ def grouped_input_gradient(
     if rows == 0:
         return out
     tile = tile or token_tile(rows, experts)
+    if shape is None and _suits_hopper(dy, weight, inputs, 64):
+        from orbit_kernels import hopper_gradient
+
+        tiles = row_tiles(offsets, rows, tile)
+        hopper_gradient.gradient(dy, weight, out, tiles, offsets, split, multiprocessors())
+        return out
     shape = shape or GRADIENT_SHAPES[tile]
     block = min(shape.block, max(32, triton.next_power_of_2(inputs)))
     step = min(shape.step, max(16, triton.next_power_of_2(outputs // weight.parts)))
@@ -215,6 +227,15 @@ def token_tile(rows: int, experts: int) -> int:
     """Rows of a full tile from what the host knows, the mean: a small tile decodes too often, a large one pads."""
     mean = rows / experts
     return 16 if mean <= 4 else 32 if mean <= 40 else 64 if mean <= 64 else 128
+
+
+def _suits_hopper(x: torch.Tensor, weight: PackedExperts, inputs: int, multiple: int) -> bool:
+    """Whether the Gluon kernels take it: whole blocks only, and scale rows that the copy engine can address."""
+    fits = inputs % (512 if weight.fmt == "mxfp4" else 256) == 0
+    fits = fits and (weight.shape[1] // weight.parts) % multiple == 0
+    return (
+        weight.fmt in ("int4", "mxfp4") and fits and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+    )
 
 
 def _check(rows_in: torch.Tensor, weight: PackedExperts, offsets: torch.Tensor, split: bool, columns: int) -> int:

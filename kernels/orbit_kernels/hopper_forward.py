@@ -1,0 +1,200 @@
+"""The forward product for Hopper's matrix unit, in Gluon: `grouped_tiles.forward_kernel` with its schedule written out.
+
+Shape letters: BM tokens of a tile; BLOCK, BLOCK, STEP as in hopper.py. Scales come in boxes of 256 columns, four steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from orbit_kernels.fragments import E2M1_WORD, INT4_WORD
+from orbit_kernels.hopper import BLOCK, EIGHT, STEP, barriers, join8, load_scales, scale_start, store_rows
+from orbit_kernels.routing import Tiles
+
+
+@gluon.jit
+def _halves(columns):
+    """[n, 2 m] -> two [n, m], the first and the second half of the columns."""
+    n: gl.constexpr = columns.shape[0]
+    m: gl.constexpr = columns.shape[1] // 2
+    return gl.split(columns.reshape([n, 2, m]).permute([0, 2, 1]))
+
+
+@gluon.jit
+def _weights(words, scale, FMT: gl.constexpr, A: gl.constexpr):
+    """A operand [256, 32] from words [256, 4] and the scales [256] of this 32-group."""
+    TEXT: gl.constexpr = INT4_WORD if FMT == "int4" else E2M1_WORD
+    r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
+        TEXT, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=EIGHT, is_pure=True, pack=1
+    )
+    joined = join8(r0, r1, r2, r3, r4, r5, r6, r7).reshape([BLOCK, 4, 2, 2, 2])
+    codes = gl.convert_layout(joined.permute([0, 3, 2, 1, 4]).reshape([BLOCK, 32]), A)
+    return codes * gl.convert_layout(scale, gl.SliceLayout(1, A))[:, None]
+
+
+@gluon.jit
+def _consumer(
+    xs, ws, ss, ready, free, s_ready, s_free, out, tile_expert, tile_start, tile_count, offsets, inputs, part_rows,
+    PARTS: gl.constexpr, BM: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr,
+    S_STAGES: gl.constexpr,
+):  # fmt: skip
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BM, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    # Every thread holds the scales of its own rows.
+    NARROW: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [128, 0]],
+        [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [256, 8],
+    )  # fmt: skip
+    WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 4], [8, 0], [128, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [256, 8]
+    )
+    blocks = PARTS * (part_rows // BLOCK)
+    total = gl.load(tile_count) * blocks
+    step = 0
+    group = 0
+    for pair in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert = gl.load(tile_expert + pair // blocks)
+        row = gl.load(tile_start + pair // blocks)
+        end = gl.load(offsets + expert + 1)
+        acc = warpgroup_mma_init(gl.zeros([BLOCK, BM], gl.float32, MMA))
+        held = gl.zeros([BLOCK, 32], gl.bfloat16, A)  # the operand that the matrix unit may still be reading
+        first_step = step
+        for k in range(0, inputs, 256):
+            slot = group % S_STAGES
+            mbarrier.wait(s_ready.index(slot), (group // S_STAGES) & 1)
+            scales = load_scales(ss.index(slot), k % 512 == 256, FMT, NARROW)  # [256, 8]
+            s0123, s4567 = _halves(scales)
+            s01, s23 = _halves(s0123)
+            s45, s67 = _halves(s4567)
+            s0, s1 = gl.split(s01)
+            s2, s3 = gl.split(s23)
+            s4, s5 = gl.split(s45)
+            s6, s7 = gl.split(s67)
+            gl.thread_barrier()
+            mbarrier.arrive(s_free.index(slot), count=1)
+            group += 1
+            for quarter in gl.static_range(4):
+                stage = step % STAGES
+                mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+                left, right = _halves(ws.index(stage).load(WORDS))  # [256, 4], a 32-group each
+                tokens = xs.index(stage)
+                if quarter == 0:
+                    weights = _weights(left, s0, FMT, A)
+                elif quarter == 1:
+                    weights = _weights(left, s2, FMT, A)
+                elif quarter == 2:
+                    weights = _weights(left, s4, FMT, A)
+                else:
+                    weights = _weights(left, s6, FMT, A)
+                acc, held, weights = warpgroup_mma_wait(0, [acc, held, weights])
+                acc = warpgroup_mma(weights, tokens.slice(0, 32, dim=1).permute([1, 0]), acc, is_async=True)
+                held = weights
+                gl.thread_barrier()  # all warps are past the previous step
+                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=step > first_step)
+                if quarter == 0:
+                    weights = _weights(right, s1, FMT, A)
+                elif quarter == 1:
+                    weights = _weights(right, s3, FMT, A)
+                elif quarter == 2:
+                    weights = _weights(right, s5, FMT, A)
+                else:
+                    weights = _weights(right, s7, FMT, A)
+                acc, held, weights = warpgroup_mma_wait(0, [acc, held, weights])
+                acc = warpgroup_mma(weights, tokens.slice(32, 32, dim=1).permute([1, 0]), acc, is_async=True)
+                held = weights
+                step += 1
+        total_acc, held = warpgroup_mma_wait(0, [acc, held])
+        gl.thread_barrier()
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+        first = (pair % blocks) * BLOCK
+        store_rows(total_acc.to(gl.bfloat16).permute([1, 0]), out, row, end, first, PARTS * part_rows, BM)
+
+
+@gluon.jit
+def _producer(
+    x, stored, scale, xs, ws, ss, ready, free, s_ready, s_free, tile_expert, tile_start, tile_count, inputs, part_rows,
+    x_part_rows, PARTS: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr, S_STAGES: gl.constexpr,
+):  # fmt: skip
+    per_part = part_rows // BLOCK
+    blocks = PARTS * per_part
+    total = gl.load(tile_count) * blocks
+    step = 0
+    group = 0
+    for pair in range(gl.program_id(0), total, gl.num_programs(0)):
+        block = pair % blocks
+        expert = gl.load(tile_expert + pair // blocks)
+        x_row = gl.load(tile_start + pair // blocks) + block // per_part * x_part_rows
+        weight_row = expert * PARTS * part_rows + block * BLOCK
+        for k in range(0, inputs, 256):
+            slot = group % S_STAGES
+            mbarrier.wait(s_free.index(slot), ((group // S_STAGES) & 1) ^ 1)
+            mbarrier.expect(s_ready.index(slot), scale.block_type.nbytes)
+            start = scale_start(k, FMT)
+            tma.async_copy_global_to_shared(scale, [weight_row, start], s_ready.index(slot), ss.index(slot))
+            group += 1
+            for quarter in range(4):
+                stage = step % STAGES
+                mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(ready.index(stage), x.block_type.nbytes + stored.block_type.nbytes)
+                column = k + quarter * STEP
+                tma.async_copy_global_to_shared(x, [x_row, column], ready.index(stage), xs.index(stage))
+                where = [weight_row, column // 8]
+                tma.async_copy_global_to_shared(stored, where, ready.index(stage), ws.index(stage))
+                step += 1
+
+
+@gluon.jit
+def forward_kernel(
+    x, stored, scale, out, tile_expert, tile_start, tile_count, offsets, inputs, part_rows, x_part_rows,
+    PARTS: gl.constexpr, BM: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr, S_STAGES: gl.constexpr,
+):  # fmt: skip
+    """out[row, n] = x[row] . W[expert, n] for all tiles; part p of N reads x from row p * x_part_rows on."""
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)
+    ws = gl.allocate_shared_memory(stored.dtype, [STAGES] + stored.block_type.shape, stored.layout)
+    ss = gl.allocate_shared_memory(scale.dtype, [S_STAGES] + scale.block_type.shape, scale.layout)
+    ready = barriers(STAGES, 1)
+    free = barriers(STAGES, 1)
+    s_ready = barriers(S_STAGES, 1)
+    s_free = barriers(S_STAGES, 1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consumer, (xs, ws, ss, ready, free, s_ready, s_free, out, tile_expert, tile_start, tile_count, offsets,
+                         inputs, part_rows, PARTS, BM, FMT, STAGES, S_STAGES)),
+            (_producer, (x, stored, scale, xs, ws, ss, ready, free, s_ready, s_free, tile_expert, tile_start,
+                         tile_count, inputs, part_rows, x_part_rows, PARTS, FMT, STAGES, S_STAGES)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+def forward(
+    x: torch.Tensor, weight, out: torch.Tensor, tiles: Tiles, offsets: torch.Tensor, x_part_rows: int, grid: int
+):
+    """Launch over checked tensors; `weight` is a `grouped.PackedExperts` of INT4 or MXFP4."""
+    experts, outputs, inputs = weight.shape
+    words = weight.packed.view(torch.int32).view(experts * outputs, -1)
+    scale = weight.scale.view(experts * outputs, -1)
+    swizzled = gl.NVMMASharedLayout.get_default_for
+    x_box, word_box, scale_box = [tiles.size, 64], [256, 8], [256, 16 // scale.element_size()]
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * scale.element_size(), rank=2)
+    stages = min(8, (200_000 - 8192) // (tiles.size * 128 + 8192))
+    forward_kernel[(grid,)](
+        TensorDescriptor.from_tensor(x.view(-1, inputs), x_box, swizzled(x_box, gl.bfloat16)),
+        TensorDescriptor.from_tensor(words, word_box, swizzled(word_box, gl.int32)),
+        TensorDescriptor.from_tensor(scale, scale_box, flat),
+        out, tiles.expert, tiles.start, tiles.count, offsets, inputs, outputs // weight.parts, x_part_rows,
+        PARTS=weight.parts, BM=tiles.size, FMT=weight.fmt, STAGES=stages, S_STAGES=2, num_warps=8,
+    )  # fmt: skip
