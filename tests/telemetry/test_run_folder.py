@@ -88,7 +88,7 @@ def test_bad_input_leaves_no_folder_unless_something_was_recorded(tmp_path: Path
     assert not empty.path.exists()
     kept = RunFolder.create(config(tmp_path))
     with pytest.raises(UserError), kept.running():
-        kept.metrics.write_text("{}\n")
+        kept.metrics.write_text('{"kind": "train", "step": 1}\n')
         raise ConfigError("a prompt is too long")
     assert kept.status().state is RunState.failed
 

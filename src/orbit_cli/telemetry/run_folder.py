@@ -25,6 +25,7 @@ from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.serialize import read_yaml, to_plain, to_yaml
 from orbit_cli.errors import ConfigError, UserError
 from orbit_cli.telemetry.files import read_json, write_atomic, write_json
+from orbit_cli.telemetry.metrics import read_rows
 
 FIXED_SECTIONS = ("model", "quantization", "adapter")  # of the config; a resumed run must keep them
 
@@ -203,7 +204,10 @@ class RunFolder:
         self.set_status(RunState.finished)
 
     def _holds_work(self) -> bool:
-        start = {self.config, self._status, self.engine_log, self.memory}
+        """Whether anything but the start was recorded: a step, an evaluation, rollouts, a checkpoint."""
+        if any(row["kind"] != "sync" for row in read_rows(self.metrics)):
+            return True
+        start = {self.config, self._status, self.engine_log, self.memory, self.receipts, self.metrics}
         return any(path.is_file() and path not in start and path.stat().st_size for path in self.path.rglob("*"))
 
     def status(self) -> RunStatus | None:

@@ -51,6 +51,10 @@ class OrbitConfig:
     """Mirrors and console."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(
+                f"seed={self.seed} is outside what the random generators take; set it from 0 to 2**32 - 1"
+            )
         needs_group = self.algorithm.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
         if needs_group and self.rollout.group_size < 2:
             raise ConfigError(
