@@ -1,8 +1,9 @@
-"""Routed SwiGLU experts over frozen packed weights: the PyTorch reference, for every device.
+"""Routed SwiGLU experts over frozen packed weights: the one entry, and the PyTorch reference for every device.
 
-Tokens are sorted by expert and each expert that was hit runs once over its rows; a token's top-k results are summed in
-slot order. Gradients reach x and the adapter's tensors; there is none for weights or routing (routers are frozen).
-Adapters are given as tensors: what they mean and how they are trained is `orbit_cli.adapters`' business.
+On a GPU `frozen_experts` runs on the kernels of expert_layer.py. In the reference tokens are sorted by expert and each
+expert that was hit runs once over its rows; a token's top-k results are summed in slot order. Gradients reach x and the
+adapter's tensors; there is none for weights or routing (routers are frozen). Adapters are given as tensors: what they
+mean and how they are trained is `orbit_cli.adapters`' business.
 
 Shape letters: T tokens, k experts per token, R rows of one expert, E experts, H hidden size, I intermediate size,
 b block size of a rotation, r LoRA rank.
@@ -17,6 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from orbit_kernels.linear import frozen_linear
+
+PATHS = ("auto", "kernels", "reference")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +70,31 @@ def frozen_experts(
     adapter: ExpertAdapters | None = None,
     w13_global_scale: torch.Tensor | None = None,
     w2_global_scale: torch.Tensor | None = None,
+    path: str = "auto",
 ) -> torch.Tensor:
     """y [T, H] = sum over slots j of weights[t, j] * expert(expert_ids[t, j])(x[t]).
 
     x [T, H]; expert_ids [T, k] integers; weights [T, k]; w13 [E, 2I, ...] with the gate rows first; w2 [E, H, ...],
-    packed and scaled as `orbit_kernels.decode.dequantize` says. The weighted sum runs in the dtype of x.
+    packed and scaled as `orbit_kernels.decode.dequantize` says. `path` is "kernels" (BF16 on a GPU), "reference", or
+    "auto": kernels where they can run. The reference sums in the dtype of x. Raises ValueError for shapes that do not
+    fit each other and for kernels that cannot run.
     """
+    _check_shapes(x, expert_ids, weights, w13_packed, w2_packed, fmt)
+    if path not in PATHS:
+        raise ValueError(f"path={path!r} is none of {', '.join(PATHS)}")
+    if path == "kernels" or (path == "auto" and x.is_cuda):
+        from orbit_kernels.expert_layer import expert_layer  # Triton is imported where it is used
+        from orbit_kernels.grouped import PackedExperts, unsupported
+
+        w13 = PackedExperts(packed=w13_packed, scale=w13_scale, fmt=fmt, global_scale=w13_global_scale, parts=2)
+        w2 = PackedExperts(packed=w2_packed, scale=w2_scale, fmt=fmt, global_scale=w2_global_scale)
+        reason = unsupported(w13) or unsupported(w2)
+        if x.dtype != torch.bfloat16:
+            reason = f"x is {x.dtype}; the kernels multiply bfloat16, convert it"
+        if reason is None:
+            return expert_layer(x, expert_ids, weights.detach(), w13, w2, adapter)
+        if path == "kernels":
+            raise ValueError(reason)
     tokens, slots = expert_ids.shape
     order, hit, counts = sort_by_expert(expert_ids)  # order [T*k]
     rows = x.index_select(0, torch.div(order, slots, rounding_mode="floor"))  # [T*k, H], grouped by expert
@@ -95,6 +117,22 @@ def frozen_experts(
     ]
     grouped = torch.cat(outputs) if outputs else rows  # [T*k, H]
     return combine_slots(grouped, order, weights.detach(), tokens)
+
+
+def _check_shapes(x, expert_ids, weights, w13_packed, w2_packed, fmt: str) -> None:
+    per_byte = 2 if fmt in ("int4", "mxfp4", "nvfp4") else 1
+    experts, hidden, inter = w2_packed.shape[0], w2_packed.shape[1], w2_packed.shape[2] * per_byte
+    if x.dim() != 2 or x.shape[1] != hidden:
+        raise ValueError(f"x has shape {list(x.shape)}, but w2 gives {hidden} hidden columns; pass [tokens, {hidden}]")
+    if expert_ids.shape != weights.shape or expert_ids.dim() != 2 or len(expert_ids) != len(x):
+        raise ValueError(
+            f"expert_ids {list(expert_ids.shape)} and weights {list(weights.shape)} must both be [{len(x)}, slots]"
+        )
+    found = (w13_packed.shape[0], w13_packed.shape[1], w13_packed.shape[2] * per_byte)
+    if found != (experts, 2 * inter, hidden):
+        raise ValueError(f"w13 is {list(found)} but w2 asks for {[experts, 2 * inter, hidden]}; they are of two layers")
+    if x.device != w13_packed.device:
+        raise ValueError(f"x is on {x.device}, the experts are on {w13_packed.device}; move one of them")
 
 
 def sort_by_expert(expert_ids: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:

@@ -64,6 +64,14 @@ def fragment_order(columns: int, device: torch.device | str = "cpu") -> torch.Te
 
 
 @triton.jit
+def in_fragment_order(columns):
+    """[B, K] with the columns of every 32-group in `fragment_order`: column 8 t + 4 j + c goes to 8 c + 2 t + j."""
+    B: tl.constexpr = columns.shape[0]
+    K: tl.constexpr = columns.shape[1]
+    return columns.reshape(B, K // 32, 4, 2, 4).permute(0, 1, 4, 2, 3).reshape(B, K)
+
+
+@triton.jit
 def _nibble(word, position: tl.constexpr, FMT: tl.constexpr):
     code = (word >> (4 * position)) & 15
     if FMT == "int4":

@@ -25,9 +25,9 @@ def join8(r0, r1, r2, r3, r4, r5, r6, r7):
 
 @gluon.jit
 def load_scales(lines, second, FMT: gl.constexpr, LAYOUT: gl.constexpr):
-    """BF16 scales [n, 8] of 256 columns from a 16-byte line for each of n rows, as `fragments.group_scale` decodes them.
+    """BF16 scales [n, 8] of 256 columns from a 16-byte line for each of n rows; see `fragments.group_scale`.
 
-    One-byte scales fill half a line, the second half if `second`: the copy engine faults on a start that is not 16-byte aligned.
+    One-byte scales fill half a line, the second half if `second`: the copy engine faults on an unaligned start.
     """
     held = lines.slice(0, 8, dim=1).load(LAYOUT)
     if FMT == "mxfp4":

@@ -1,6 +1,6 @@
 """The input gradient for Hopper's matrix unit, in Gluon: `grouped_tiles.gradient_kernel` with its schedule written out.
 
-W^T is read as 16-bit units of four codes along k, which the transposing shared-memory load moves whole; rows n and n + 1
+W^T is read as 16-bit units of four codes along k, which the transposing shared-memory load moves whole; rows n, n + 1
 are joined in the decode. The rows of the product come out permuted and are put in order at the store.
 
 Shape letters: BM tokens of a tile; BLOCK columns of the gradient and STEP of the reduction over N as in hopper.py.

@@ -1,4 +1,4 @@
-"""Linear layers over frozen packed weights, in PyTorch, for every device.
+"""Linear layers over frozen packed weights: in PyTorch for every device, by the grouped kernels on a GPU.
 
 `frozen_linear` is what the trainer differentiates through: only x gets a gradient, nothing of the base is kept for the
 backward pass but references to the packed bytes, and the weights are decoded a second time there. `PreparedLinear` is
@@ -27,11 +27,19 @@ def frozen_linear(
     """y [..., N] = x [..., K] W^T + bias, with W [N, K] decoded from `packed` (see `orbit_kernels.decode.dequantize`).
 
     The dtype of x is the compute dtype: W is rounded to it once. Gradients exist for x alone; `bias` is frozen too.
+    BF16 activations on a GPU are multiplied by the stored bytes, in registers (grouped.py, one expert).
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
-        weight = dequantize(packed, scale, fmt, x.dtype, global_scale)  # [N, K]
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        return _forward(x, packed, scale, fmt, global_scale, bias)
     return _FrozenLinear.apply(x, packed, scale, fmt, global_scale, bias)
+
+
+def _forward(x, packed, scale, fmt, global_scale, bias) -> torch.Tensor:
+    stacked = _kernels_take(x, packed, scale, fmt, global_scale)
+    if stacked is not None:
+        return _packed_forward(x, stacked, bias)
+    weight = dequantize(packed, scale, fmt, x.dtype, global_scale)  # [N, K]
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -41,13 +49,15 @@ class _FrozenLinear(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x, packed, scale, fmt, global_scale, bias):
         ctx.save_for_backward(packed, scale, global_scale)  # references, no copies
         ctx.fmt = fmt
-        weight = dequantize(packed, scale, fmt, x.dtype, global_scale)  # [N, K]
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        return _forward(x, packed, scale, fmt, global_scale, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_output):
         packed, scale, global_scale = ctx.saved_tensors
+        stacked = _kernels_take(grad_output, packed, scale, ctx.fmt, global_scale)
+        if stacked is not None:
+            return _packed_gradient(grad_output, stacked), None, None, None, None, None
         weight = dequantize(packed, scale, ctx.fmt, grad_output.dtype, global_scale)  # [N, K]
         return grad_output @ weight, None, None, None, None, None
 
@@ -80,3 +90,77 @@ class PreparedLinear:
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """y [..., N] = x [..., K] W^T + bias. The dtype of x must be the one given at preparation."""
         return F.linear(x, self.weight, bias)
+
+
+class PackedLinear:
+    """A frozen linear on a GPU: multiplies by the stored bytes, as `frozen_linear` does there, so with the same bits.
+
+    Arguments as of `PreparedLinear`; `dtype` is that of the activations. Captured in CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        scale: torch.Tensor | None,
+        fmt: str,
+        global_scale: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        from orbit_kernels.grouped import unsupported
+
+        self.weight = _stacked(packed, scale, fmt, global_scale)
+        if reason := unsupported(self.weight):
+            raise ValueError(f"this linear cannot be multiplied in its packed form: {reason}")
+        self.dtype = dtype
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """y [..., N] = x [..., K] W^T + bias."""
+        return _packed_forward(x, self.weight, bias)
+
+
+def _kernels_take(x, packed, scale, fmt, global_scale):
+    """The weight as the grouped kernels take it, or None where they do not run."""
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return None
+    from orbit_kernels.grouped import unsupported
+
+    stacked = _stacked(packed, scale, fmt, global_scale)
+    return stacked if unsupported(stacked) is None else None
+
+
+def _stacked(packed, scale, fmt, global_scale):
+    """One linear as the only expert of a stack: what the grouped kernels take."""
+    from orbit_kernels.grouped import PackedExperts
+
+    lead = [None if t is None else t.unsqueeze(0) for t in (packed, scale)]
+    return PackedExperts(
+        packed=lead[0],
+        scale=lead[1],
+        fmt=fmt,
+        global_scale=None if global_scale is None else global_scale.reshape(1),
+    )
+
+
+def _packed_forward(x: torch.Tensor, weight, bias: torch.Tensor | None) -> torch.Tensor:
+    from orbit_kernels.fragments import fragment_order
+    from orbit_kernels.grouped import grouped_forward
+
+    rows = x.reshape(-1, x.shape[-1])
+    if weight.in_fragment_order:
+        rows = rows.index_select(1, fragment_order(rows.shape[1], rows.device))
+    y = grouped_forward(rows.contiguous(), weight, _one_group(rows.shape[0], rows.device))
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.view(*x.shape[:-1], -1)
+
+
+def _packed_gradient(dy: torch.Tensor, weight) -> torch.Tensor:
+    from orbit_kernels.grouped import grouped_input_gradient
+
+    rows = dy.reshape(-1, dy.shape[-1]).contiguous()
+    dx = grouped_input_gradient(rows, weight, _one_group(rows.shape[0], rows.device))
+    return dx.view(*dy.shape[:-1], -1)
+
+
+def _one_group(rows: int, device: torch.device) -> torch.Tensor:
+    """int32 [2]: all rows belong to the one expert; made on the device, which a CUDA graph may capture."""
+    return torch.arange(2, dtype=torch.int32, device=device) * rows

@@ -1,0 +1,189 @@
+"""What bench.py times: one expert MLP's products by each path, on the same random weights, rows and routing.
+
+Shape letters: T tokens, k slots, R = T k rows, E experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orbit_kernels.decode import dequantize
+from orbit_kernels.expert_layer import expert_layer
+from orbit_kernels.experts import ExpertAdapters, StackedAdapter
+from orbit_kernels.fragments import GROUP
+from orbit_kernels.grouped import PackedExperts, decoded_expert, grouped_forward, grouped_input_gradient
+
+CHUNK = 16
+"""Experts decoded at a time by the eager path: 0.9 GiB of BF16 for Kimi's w13, several times that on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Random rows and routing of one size."""
+
+    x: Tensor  # [T, H]
+    ids: Tensor  # [T, k]
+    weights: Tensor  # [T, k]
+    offsets: Tensor  # int32 [E + 1]
+    rows13: Tensor  # [R, H]
+    rows2: Tensor  # [R, I]
+    slopes13: Tensor  # [R, 2 I]
+    slopes2: Tensor  # [R, H]
+
+    def result_bytes(self, pass_: str) -> int:
+        """Of the two results of a pass."""
+        results = (self.slopes13, self.slopes2) if pass_ == "forward" else (self.rows13, self.rows2)
+        return sum(t.numel() * t.element_size() for t in results)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Random weights of one layer, packed and as BF16."""
+
+    w13: PackedExperts
+    w2: PackedExperts
+    dense13: Tensor  # [E, 2 I, H]
+    dense2: Tensor  # [E, H, I]
+    slots: int
+
+    @staticmethod
+    def random(experts: int, hidden: int, inter: int, slots: int, fmt: str) -> Problem:
+        pair = [
+            _random_weight(experts, *shape, fmt, parts)
+            for shape, parts in (((2 * inter, hidden), 2), ((hidden, inter), 1))
+        ]
+        dense = []
+        for weight in pair:
+            own = torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda")
+            for expert in range(experts):
+                own[expert] = decoded_expert(weight, expert, torch.bfloat16)
+            dense.append(own)
+        return Problem(*pair, *dense, slots)
+
+    def batch(self, tokens: int) -> Batch:
+        experts, hidden, inter = self.dense2.shape
+        ids = torch.rand(tokens, experts, device="cuda").topk(self.slots, -1).indices
+        counts = torch.bincount(ids.flatten(), minlength=experts)
+        offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
+        rows = tokens * self.slots
+        shapes = ((rows, hidden), (rows, inter), (rows, 2 * inter), (rows, hidden))
+        matrices = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+        x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+        weights = torch.rand(tokens, self.slots, device="cuda").to(torch.bfloat16)
+        return Batch(x, ids, weights, offsets, *matrices)
+
+
+def ours(problem: Problem, batch: Batch, pass_: str) -> tuple[Tensor, Tensor]:
+    """The kernels; for 4-bit formats the rows count as being in fragment order, which is where a layer writes them."""
+    if pass_ == "forward":
+        return (
+            grouped_forward(batch.rows13, problem.w13, batch.offsets),
+            grouped_forward(batch.rows2, problem.w2, batch.offsets),
+        )
+    return (
+        grouped_input_gradient(batch.slopes13, problem.w13, batch.offsets),
+        grouped_input_gradient(batch.slopes2, problem.w2, batch.offsets),
+    )
+
+
+def bf16_resident(problem: Problem, batch: Batch, pass_: str) -> tuple[Tensor, Tensor]:
+    """`torch._grouped_mm` on decoded weights that stay in memory."""
+    ends = batch.offsets[1:]
+    if pass_ == "forward":
+        return (
+            torch._grouped_mm(batch.rows13, problem.dense13.transpose(1, 2), ends),
+            torch._grouped_mm(batch.rows2, problem.dense2.transpose(1, 2), ends),
+        )
+    return (
+        torch._grouped_mm(batch.slopes13, problem.dense13, ends),
+        torch._grouped_mm(batch.slopes2, problem.dense2, ends),
+    )
+
+
+def chunked_eager(problem: Problem, batch: Batch, pass_: str) -> list[Tensor]:
+    """Decode CHUNK experts in PyTorch, multiply, next."""
+    bounds = batch.offsets.tolist()
+    results = []
+    for weight, rows, slopes in _sides(problem, batch):
+        source = rows if pass_ == "forward" else slopes
+        pieces = []
+        for first in range(0, len(bounds) - 1, CHUNK):
+            last = min(first + CHUNK, len(bounds) - 1)
+            shared = None if weight.global_scale is None else weight.global_scale[first:last]
+            dense = dequantize(weight.packed[first:last], weight.scale[first:last], weight.fmt, torch.bfloat16, shared)
+            ends = batch.offsets[first + 1 : last + 1] - bounds[first]
+            own = source[bounds[first] : bounds[last]]
+            pieces.append(torch._grouped_mm(own, dense.transpose(1, 2) if pass_ == "forward" else dense, ends))
+        results.append(torch.cat(pieces))
+    return results
+
+
+def expert_loop(problem: Problem, batch: Batch, pass_: str) -> list[Tensor]:
+    """Decode one expert in PyTorch, multiply, next."""
+    bounds = batch.offsets.tolist()
+    results = []
+    for weight, rows, slopes in _sides(problem, batch):
+        source = rows if pass_ == "forward" else slopes
+        pieces = []
+        for expert in range(len(bounds) - 1):
+            dense = decoded_expert(weight, expert, torch.bfloat16)
+            own = source[bounds[expert] : bounds[expert + 1]]
+            pieces.append(own @ (dense.T if pass_ == "forward" else dense))
+        results.append(torch.cat(pieces))
+    return results
+
+
+def layer(problem: Problem, batch: Batch, adapter: str) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward of the whole MLP with an adapter on all three projections of every expert."""
+    experts, hidden, inter = problem.dense2.shape
+    stacks = [
+        _random_adapter(adapter, experts, *shape) for shape in ((hidden, inter), (hidden, inter), (inter, hidden))
+    ]
+    found = ExpertAdapters(gate=stacks[0], up=stacks[1], down=stacks[2])
+    leaves = [t for s in stacks if s is not None for t in (s.rotation, s.lora_a, s.lora_b) if t is not None]
+    x = batch.x.detach().requires_grad_()
+    slope = torch.randn_like(x)
+
+    def run() -> tuple[Tensor, ...]:
+        y = expert_layer(x, batch.ids, batch.weights, problem.w13, problem.w2, found)
+        return torch.autograd.grad(y, [x, *leaves], slope)
+
+    return run
+
+
+def _sides(problem: Problem, batch: Batch) -> list[tuple[PackedExperts, Tensor, Tensor]]:
+    return [(problem.w13, batch.rows13, batch.slopes13), (problem.w2, batch.rows2, batch.slopes2)]
+
+
+def _random_adapter(kind: str, experts: int, inputs: int, outputs: int) -> StackedAdapter | None:
+    def leaf(*shape: int) -> Tensor:
+        return (torch.randn(shape, device="cuda") * 0.02).to(torch.bfloat16).requires_grad_()
+
+    if kind == "oft32":
+        return StackedAdapter(rotation=leaf(experts, inputs // 32, 32, 32))
+    if kind == "lora16":
+        return StackedAdapter(lora_a=leaf(experts, 16, inputs), lora_b=leaf(experts, outputs, 16))
+    return None
+
+
+def _random_weight(experts: int, outputs: int, inputs: int, fmt: str, parts: int) -> PackedExperts:
+    if fmt == "bf16":
+        packed, scale = torch.randn(experts, outputs, inputs, device="cuda").to(torch.bfloat16) * 0.02, None
+    elif fmt == "fp8":
+        packed = torch.randint(0, 256, (experts, outputs, inputs), dtype=torch.uint8, device="cuda")
+        packed = (packed & 0x87 | 0x38).view(torch.float8_e4m3fn)  # of either sign, between 1 and 2
+        scale = torch.rand(experts, outputs // 128, inputs // 128, device="cuda") * 0.02
+    else:
+        packed = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device="cuda")
+        size = (experts, outputs, inputs // GROUP[fmt])
+        scale = {
+            "int4": lambda: (torch.rand(size, device="cuda") * 0.004 + 0.002).to(torch.bfloat16),
+            "mxfp4": lambda: torch.randint(115, 121, size, device="cuda", dtype=torch.uint8),
+            "nvfp4": lambda: torch.randint(40, 60, size, device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn),
+        }[fmt]()
+    shared = torch.full((experts,), 200.0, device="cuda") if fmt == "nvfp4" else None
+    return PackedExperts(packed=packed, scale=scale, fmt=fmt, global_scale=shared, parts=parts)

@@ -1,0 +1,99 @@
+"""Moving rows between token order and expert order: gather before the grouped products, weighted sum after them.
+
+Shape letters: T tokens, k slots, R = T k rows in the order of `routing.Routing`, K columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from orbit_kernels.fragments import fragment_order, in_fragment_order
+from orbit_kernels.routing import Routing
+
+
+def gather_rows(
+    x: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor | None = None,
+    in_order: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """rows [R, K]: x [T, K] of each row's token, times its routing weight [T, k] if given.
+
+    `in_order` writes the columns in `fragment_order`, as 4-bit products read them; K must be a multiple of 32 then.
+    """
+    columns, slots = x.shape[1], routing.position.shape[1]
+    out = x.new_empty(routing.rows, columns) if out is None else out
+    if routing.rows:
+        width = min(1024, max(32, triton.next_power_of_2(columns)))
+        _gather[(triton.cdiv(routing.rows, 4), triton.cdiv(columns, width))](
+            x, routing.order, weights, out, routing.rows, columns, slots,
+            WEIGHTED=weights is not None, IN_ORDER=in_order, ROWS=4, WIDTH=width,
+        )  # fmt: skip
+    return out
+
+
+def gather_rows_reference(
+    x: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None, in_order: bool = False
+) -> torch.Tensor:
+    """`gather_rows` in PyTorch."""
+    slots = routing.position.shape[1]
+    rows = x[routing.order.long() // slots]
+    if weights is not None:
+        rows = (rows.float() * weights.reshape(-1)[routing.order.long()].float().unsqueeze(1)).to(x.dtype)
+    return rows[:, fragment_order(x.shape[1], x.device)] if in_order else rows
+
+
+def combine_rows(rows: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """y [T, K]: the sum over slots 0..k-1, in this order and in float32, of a token's rows [R, K], or weighted sum."""
+    tokens, slots = routing.position.shape
+    columns = rows.shape[1]
+    out = rows.new_empty(tokens, columns)
+    if tokens:
+        width = min(1024, max(32, triton.next_power_of_2(columns)))
+        _combine[(tokens, triton.cdiv(columns, width))](
+            rows, routing.position, weights, out, columns, SLOTS=slots, WEIGHTED=weights is not None, WIDTH=width
+        )
+    return out
+
+
+def combine_rows_reference(rows: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """`combine_rows` in PyTorch."""
+    by_slot = rows[routing.position.long()].float()  # [T, k, K]
+    if weights is not None:
+        by_slot = by_slot * weights.float().unsqueeze(-1)
+    return sum(by_slot.unbind(1)).to(rows.dtype)
+
+
+@triton.jit
+def _gather(
+    x, order, weights, out, rows, columns, slots,
+    WEIGHTED: tl.constexpr, IN_ORDER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    slot = tl.load(order + row, mask=row < rows, other=0)
+    values = tl.load(x + (slot // slots)[:, None].to(tl.int64) * columns + column[None, :], mask=live, other=0)
+    if WEIGHTED:
+        factor = tl.load(weights + slot, mask=row < rows, other=0).to(tl.float32)
+        values = (values.to(tl.float32) * factor[:, None]).to(values.dtype)
+    if IN_ORDER:
+        values = in_fragment_order(values)
+    tl.store(out + row[:, None].to(tl.int64) * columns + column[None, :], values, mask=live)
+
+
+@triton.jit
+def _combine(rows, position, weights, out, columns, SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr):
+    token = tl.program_id(0)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for slot in range(SLOTS):
+        row = tl.load(position + token * SLOTS + slot).to(tl.int64)
+        values = tl.load(rows + row * columns + column, mask=column < columns, other=0).to(tl.float32)
+        if WEIGHTED:
+            values *= tl.load(weights + token * SLOTS + slot).to(tl.float32)
+        total += values
+    tl.store(out + token.to(tl.int64) * columns + column, total.to(out.dtype.element_ty), mask=column < columns)
