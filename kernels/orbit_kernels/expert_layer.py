@@ -46,6 +46,35 @@ def expert_layer(
     return _forward_operator(x.contiguous(), expert_ids, weights, *base, w13.fmt, *flat, scalings, limit, recompute)[0]
 
 
+@torch.no_grad()
+def serve_expert_layer(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    adapter: ExpertAdapters | None = None,
+    token_slot: Tensor | None = None,
+    slots: int = 1,
+    limit: float | None = None,
+) -> Tensor:
+    """`expert_layer` for serving: tokens of several adapter versions in one call, no gradients.
+
+    The adapter's stacks are [E * slots, ...], group expert * slots + slot; token_slot int32 [>= T] says which slot a
+    token uses. Rows are sorted by (expert, slot), so the adapters see groups of one version while the products with the
+    base run over whole experts. An id of -1 is a slot of padding: its output is undefined. A CUDA graph may capture it.
+    """
+    groups = expert_ids
+    if slots > 1:
+        groups = expert_ids * slots + token_slot[: x.shape[0], None].to(expert_ids.dtype)
+    routing = route(groups, w13.shape[0] * slots)
+    stacks = [(getattr(adapter, name) if adapter else None) or StackedAdapter() for name in PROJECTIONS]
+    tiles = row_tiles(routing.offsets, routing.rows, lora.ROWS)
+    layer = _Layer(w13, w2, *stacks, routing, tiles, limit, slots)
+    h, _ = layer.hidden(x.contiguous())
+    return layer.output(h, weights)
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """One call's tensors, under names."""
@@ -58,6 +87,12 @@ class _Layer:
     routing: Routing
     tiles: Tiles
     limit: float | None
+    groups: int = 1  # of `routing` per expert
+
+    @property
+    def offsets(self) -> Tensor:
+        """int32 [E + 1]: where each expert's rows begin."""
+        return self.routing.offsets if self.groups == 1 else self.routing.offsets[:: self.groups].contiguous()
 
     @property
     def split(self) -> bool:
@@ -82,7 +117,7 @@ class _Layer:
             rows = rotate_rows(x, self.turns(), self.routing, gather=True, in_order=ordered, tiles=self.tiles)
         else:
             rows = gather_rows(x, self.routing, in_order=ordered)
-        h = grouped_forward(rows, self.w13, self.routing.offsets, split=self.split)
+        h = grouped_forward(rows, self.w13, self.offsets, split=self.split)
         pairs = self.low_ranks()
         if not pairs:
             return h, x.new_empty(self.routing.rows, 0)
@@ -102,7 +137,7 @@ class _Layer:
             turned = swiglu(h, self.limit, ordered)
         else:
             turned = rotate_rows(a, [down.rotation], self.routing, in_order=ordered, tiles=self.tiles)[0]
-        y = grouped_forward(turned, self.w2, self.routing.offsets)
+        y = grouped_forward(turned, self.w2, self.offsets)
         if down.lora_a is not None:
             low = lora.project(a, down.lora_a.transpose(1, 2), self.routing, tiles=self.tiles)
             lora.expand(low, down.lora_b.transpose(1, 2), self.routing, y, down.scaling, self.tiles)
@@ -113,7 +148,7 @@ class _Layer:
         da, down = self._through_down(gather_rows(dy, self.routing, weights), h)
         dh = swiglu_gradient(h, da, self.limit)  # [R, 2 I]
         del da
-        dx_rows = grouped_input_gradient(dh, self.w13, self.routing.offsets, split=self.split)  # [R, H] or [2, R, H]
+        dx_rows = grouped_input_gradient(dh, self.w13, self.offsets, split=self.split)  # [R, H] or [2, R, H]
         gate_up: list[Tensor | None] = [None] * 6
         if self.split:
             dx_rows, turns = rotate_back(x, dx_rows, self.turns(), self.routing, gather=True)
@@ -140,7 +175,7 @@ class _Layer:
 
     def _through_down(self, dy_rows: Tensor, h: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """da [R, I] and the gradients of down's adapter."""
-        da, down = grouped_input_gradient(dy_rows, self.w2, self.routing.offsets), self.down
+        da, down = grouped_input_gradient(dy_rows, self.w2, self.offsets), self.down
         if down.rotation is None and down.lora_a is None:
             return da, [None, None, None]
         a, turn = swiglu(h, self.limit), None

@@ -21,7 +21,7 @@ from orbit_cli.config.schema.system import Device, EngineConfig, HardwareConfig
 from orbit_cli.engine.arguments import server_arguments
 from orbit_cli.engine.process import EngineProcess
 from orbit_cli.engine.targets import check_targets
-from orbit_cli.errors import CheckpointError, ConfigError, EngineError
+from orbit_cli.errors import CheckpointError, EngineError
 from orbit_cli.sglang_plugin.room import AdapterRoom, write_room
 from orbit_cli.types import AdapterSpec, AdapterVersion, Completion, FinishReason, SampleRequest, SwapReceipt
 
@@ -51,11 +51,6 @@ class SGLangEngine:
         self.base, self.spec, self.config, self.hardware = Path(base), spec, engine, hardware
         self.checkpoint = _read_config(self.base)
         check_targets(self.checkpoint, spec)
-        if hardware.device is Device.cuda and spec.expert_targets:
-            raise ConfigError(
-                f"adapter.expert_targets={list(spec.expert_targets)} with hardware.device=cuda: adapters on routed "
-                "experts are served on a CPU only; set adapter.expert_targets=[]"
-            )
         settings = {
             "arguments": server_arguments(self.base, engine, hardware, model_dtype, seed),
             "extra": dict(engine.extra),
@@ -269,6 +264,7 @@ class SGLangEngine:
             block_size=self.spec.block_size,
             rank=self.spec.rank,
             versions=self.config.live_versions,
+            scaling=self.spec.scaling,
         )
         write_room(room, environment)
         return environment

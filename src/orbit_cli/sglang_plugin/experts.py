@@ -1,8 +1,8 @@
-"""Adapters on routed experts, one per expert and projection, at SGLang's FusedMoE method seam. CPU hosts only.
+"""Adapters on routed experts, one per expert and projection, at SGLang's FusedMoE method seam.
 
 Per expert e and slot s: h = silu(gate_es(x)) * up_es(x), y = down_es(h), where each projection is rotated on its input
-(OFT, 2306.07280) or has a low-rank sum (LoRA, 2106.09685). The router never sees an adapter. On a GPU the two
-rotations belong inside the fused kernel, which does not exist yet: that case is refused when the engine starts.
+(OFT, 2306.07280) or has a low-rank sum (LoRA, 2106.09685). The router never sees an adapter. On a GPU a batch of mixed
+versions is one call of orbit_kernels, whose row groups are (expert, slot) pairs (gpu_experts.py).
 
 Shape letters: T tokens, k experts per token, E experts, H hidden, I intermediate, S slots, n blocks, b block, r rank.
 """
@@ -25,11 +25,6 @@ class AdaptedExpertsMethod:
     """Wraps the quant method of one FusedMoE layer; every attribute it does not have is the wrapped method's."""
 
     def __init__(self, layer: nn.Module, path: str, room: AdapterRoom, slots: BatchSlots):
-        if slots.on_gpu:
-            raise ValueError(
-                f"adapter.expert_targets={list(room.expert_targets)}: adapters on routed experts are served on a CPU "
-                "only; leave expert_targets empty on a GPU"
-            )
         if layer.moe_ep_size > 1:
             raise ValueError("adapter.expert_targets with expert parallelism is not served; use tensor parallelism")
         self.inner = layer.quant_method
@@ -41,16 +36,21 @@ class AdaptedExpertsMethod:
         self.wanted = [name for name in PROJECTIONS if name in room.expert_targets]
         self.kinds = ["base"] * (room.versions + 1)
         self.scaling = [0.0] * (room.versions + 1)
-        self._allocate(room, dtype=layer.moe_runner_config.params_dtype or torch.get_default_dtype())
+        self.common_scaling = room.scaling
+        where = {
+            "dtype": layer.moe_runner_config.params_dtype or torch.get_default_dtype(),
+            "device": next(layer.parameters()).device,
+        }
+        self._allocate(room, where)
 
     def __getattr__(self, name: str):
         return getattr(self.__dict__["inner"], name)
 
-    def _allocate(self, room: AdapterRoom, dtype: torch.dtype) -> None:
+    def _allocate(self, room: AdapterRoom, where: dict) -> None:
         count, b, r = room.versions + 1, room.block_size, room.rank
-        self.rotations: dict[str, Tensor] = {}  # [S, E, n, b, b]
-        self.lora_a: dict[str, Tensor] = {}  # [S, E, r, in]
-        self.lora_b: dict[str, Tensor] = {}  # [S, E, out, r]
+        self.rotations: dict[str, Tensor] = {}  # [E, S, n, b, b]
+        self.lora_a: dict[str, Tensor] = {}  # [E, S, r, in]
+        self.lora_b: dict[str, Tensor] = {}  # [E, S, out, r]
         for name in self.wanted:
             inputs, outputs = self.inputs[name], self.outputs[name]
             if b and (inputs.size % b or inputs.start % b):
@@ -58,11 +58,11 @@ class AdaptedExpertsMethod:
                     f"{self.path}.*.{name} has {inputs.size} inputs on this rank; blocks of {b} do not divide them"
                 )
             if b:
-                eye = torch.eye(b, dtype=dtype)
-                self.rotations[name] = eye.expand(count, self.experts, inputs.size // b, b, b).contiguous()
+                eye = torch.eye(b, **where)
+                self.rotations[name] = eye.expand(self.experts, count, inputs.size // b, b, b).contiguous()
             if r:
-                self.lora_a[name] = torch.zeros(count, self.experts, r, inputs.size, dtype=dtype)
-                self.lora_b[name] = torch.zeros(count, self.experts, outputs.size, r, dtype=dtype)
+                self.lora_a[name] = torch.zeros(self.experts, count, r, inputs.size, **where)
+                self.lora_b[name] = torch.zeros(self.experts, count, outputs.size, r, **where)
 
     # Filling and reading slots ------------------------------------------------------------------------------------
 
@@ -87,13 +87,18 @@ class AdaptedExpertsMethod:
                 if name in self.rotations:
                     b = self.rotations[name].shape[-1]
                     blocks = slice(inputs.start // b, (inputs.start + inputs.size) // b)
-                    yield f"{path}.oft_R", self.rotations[name][slot, expert], blocks, 0
+                    yield f"{path}.oft_R", self.rotations[name][expert, slot], blocks, 0
                 if name in self.lora_a:
-                    yield f"{path}.lora_A", self.lora_a[name][slot, expert], inputs.span, 1
-                    yield f"{path}.lora_B", self.lora_b[name][slot, expert], outputs.span, 0
+                    yield f"{path}.lora_A", self.lora_a[name][expert, slot], inputs.span, 1
+                    yield f"{path}.lora_B", self.lora_b[name][expert, slot], outputs.span, 0
 
     def write(self, slot: int, kind: str, tensors: dict[str, Tensor], scaling: float) -> None:
         """Copy this rank's part of a version into a slot; an expert without tensors stays the identity."""
+        if self.slots.on_gpu and kind == "lora" and scaling != self.common_scaling:
+            raise ValueError(
+                f"{self.path}: this version scales its LoRA by {scaling} where the engine was started for "
+                f"{self.common_scaling}; start another engine for it"
+            )
         self.clear(slot)
         for name, storage, span, dim in self._storage(slot):
             if name in tensors:
@@ -105,9 +110,10 @@ class AdaptedExpertsMethod:
         """Make a slot the identity."""
         self.kinds[slot], self.scaling[slot] = "base", 0.0
         for rotations in self.rotations.values():
-            rotations[slot].copy_(torch.eye(rotations.shape[-1], dtype=rotations.dtype).expand_as(rotations[slot]))
+            own = rotations[:, slot]
+            own.copy_(torch.eye(own.shape[-1], dtype=own.dtype, device=own.device).expand_as(own))
         for lora in (*self.lora_a.values(), *self.lora_b.values()):
-            lora[slot].zero_()
+            lora[:, slot].zero_()
 
     def held(self, slot: int, names: set[str]) -> dict[str, Tensor]:
         """This rank's part of the named tensors as it lies in a slot, back in bfloat16 (exact)."""
@@ -124,6 +130,10 @@ class AdaptedExpertsMethod:
 
     def apply(self, layer: nn.Module, dispatch_output):
         """SGLang's MoE method: routed tokens in, weighted sum of their experts out, [T, H]."""
+        if self.slots.on_gpu:
+            from orbit_cli.sglang_plugin.gpu_experts import run_experts
+
+            return run_experts(layer, dispatch_output, self)
         uniform = self.slots.uniform
         if uniform is not None and self.kinds[uniform] == "base":
             return self.inner.apply(layer=layer, dispatch_output=dispatch_output)
@@ -153,11 +163,11 @@ class AdaptedExpertsMethod:
     def _project(self, name: str, x: Tensor, weight: Tensor, slot: int, expert: int) -> Tensor:
         kind = self.kinds[slot] if name in self.wanted else "base"
         if kind == "oft":
-            return F.linear(rotate_rows(x, self.rotations[name][slot, expert].unsqueeze(2))[0], weight)
+            return F.linear(rotate_rows(x, self.rotations[name][expert, slot].unsqueeze(2))[0], weight)
         out = F.linear(x, weight)
         if kind == "lora":
-            down = F.linear(x, self.lora_a[name][slot, expert])  # [T, r]
-            out.addmm_(down, self.lora_b[name][slot, expert].t(), alpha=self.scaling[slot])
+            down = F.linear(x, self.lora_a[name][expert, slot])  # [T, r]
+            out.addmm_(down, self.lora_b[name][expert, slot].t(), alpha=self.scaling[slot])
         return out
 
 

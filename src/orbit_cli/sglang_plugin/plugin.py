@@ -16,6 +16,7 @@ SGLANG_VERSION = "0.5.17"
 
 _COMPRESSED = "sglang.srt.layers.quantization.compressed_tensors"
 _WNA16 = f"{_COMPRESSED}.schemes.compressed_tensors_wNa16.CompressedTensorsWNA16"
+_WNA16_MOE = f"{_COMPRESSED}.schemes.compressed_tensors_wNa16_moe.CompressedTensorsWNA16TritonMoE"
 _NATIVE_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 # (SGLang's attribute, our function as module:name, kind)
@@ -27,7 +28,10 @@ HOOKS = (
     ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "report:answer", "after"),
     ("sglang.srt.managers.scheduler.Scheduler._can_schedule_lora_req", "groups:may_run", "around"),
     ("sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority", "groups:mark_followers", "after"),
+    (f"{_WNA16}.process_weights_after_loading", "int4:process_weights", "replace"),
+    (f"{_WNA16}.apply_weights", "int4:apply_weights", "replace"),
 )
+GPU_HOOKS = ((f"{_WNA16_MOE}.apply_weights", "gpu_experts:apply_weights", "replace"),)
 CPU_HOOKS = (
     ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.__init__", "cpu.rope:init_without_vllm", "around"),
     ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", "cpu.rope:rope_without_scaling", "around"),
@@ -38,21 +42,15 @@ CPU_HOOKS = (
     (f"{_NATIVE_ATTENTION}._run_sdpa_forward_extend", "cpu.attention:extend", "around"),
     (
         f"{_COMPRESSED}.compressed_tensors.CompressedTensorsConfig._check_scheme_supported",
-        "cpu.int4:check_scheme_supported",
+        "int4:check_scheme_supported",
         "replace",
     ),
     (
         f"{_COMPRESSED}.compressed_tensors.CompressedTensorsConfig.get_supported_act_dtypes",
-        "cpu.int4:with_float32",
+        "int4:with_float32",
         "after",
     ),
-    (f"{_WNA16}.process_weights_after_loading", "cpu.int4:process_weights", "replace"),
-    (f"{_WNA16}.apply_weights", "cpu.int4:apply_weights", "replace"),
-    (
-        f"{_COMPRESSED}.schemes.compressed_tensors_wNa16_moe.CompressedTensorsWNA16TritonMoE.apply_weights",
-        "cpu.experts:apply_weights",
-        "replace",
-    ),
+    (f"{_WNA16_MOE}.apply_weights", "cpu.experts:apply_weights", "replace"),
 )
 
 
@@ -83,7 +81,7 @@ def register() -> None:
 
 def wanted_hooks() -> tuple[tuple[str, str, str], ...]:
     """The hooks of this host."""
-    return HOOKS if _has_cuda() else HOOKS + CPU_HOOKS
+    return HOOKS + (GPU_HOOKS if _has_cuda() else CPU_HOOKS)
 
 
 def applied_hooks() -> tuple[list[str], list[str]]:

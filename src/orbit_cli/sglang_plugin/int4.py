@@ -1,8 +1,9 @@
-"""INT4 linears (compressed-tensors pack-quantized, groups of 32, symmetric) on a CPU host.
+"""INT4 linears (compressed-tensors pack-quantized, groups of 32, symmetric) through orbit_kernels.
 
-SGLang has no CPU kernel for this format. After loading, each projection of a layer becomes one PreparedLinear of
-orbit_kernels, which holds the trainer's own numbers; a fused layer (q, k, v) keeps one per projection, so that each can
-have its own input. Left out: routed experts (experts.py), zero points and act-order (refused).
+After loading, each projection of a layer becomes one linear of orbit_kernels with the trainer's own numbers: decoded
+once on a CPU, where SGLang has no kernel for this format, and packed on a GPU, where the trainer multiplies by the same
+bytes with the same kernel (SGLang's Marlin sums in another order). A fused layer (q, k, v) keeps one per projection,
+so that each can have its own input. Left out: routed experts (experts.py), zero points and act-order (refused).
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ def with_float32(result: list, *_args) -> list:
 
 def process_weights(self, layer: nn.Module) -> None:
     """Takes the place of CompressedTensorsWNA16.process_weights_after_loading (Marlin repacking)."""
-    from orbit_kernels.linear import PreparedLinear
+    from orbit_kernels.linear import PackedLinear, PreparedLinear
 
     if not self.symmetric or self.has_g_idx or self.group_size != 32:
         raise ValueError(
-            "on a CPU the engine serves symmetric INT4 in groups of 32 without act-order; "
+            "the engine serves symmetric INT4 in groups of 32 without act-order; "
             f"this checkpoint has symmetric={self.symmetric}, group_size={self.group_size}, act-order={self.has_g_idx}"
         )
     # int32 [N, K/8], value j of a word at bits 4j: as bytes on a little-endian host that is [N, K/2], even k low.
     packed = layer.weight_packed.data.contiguous().view(torch.uint8)
     scale = layer.weight_scale.data
     sizes = getattr(layer, "output_partition_sizes", None) or [packed.shape[0]]
+    kind = PackedLinear if packed.is_cuda else PreparedLinear
     layer.orbit_pieces = [
-        PreparedLinear(part, part_scale, "int4", dtype=layer.params_dtype)
+        kind(part, part_scale, "int4", dtype=layer.params_dtype)
         for part, part_scale in zip(packed.split(sizes), scale.split(sizes), strict=True)
     ]
 
