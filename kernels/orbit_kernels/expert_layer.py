@@ -114,7 +114,7 @@ class _Layer:
         """(h [R, 2 I] with the adapters of gate and up, low [R, 0, r or 2 r] = x A^T of those with LoRA)."""
         ordered = self.w13.in_fragment_order
         if self.split:
-            rows = rotate_rows(x, self.turns(), self.routing, gather=True, in_order=ordered, tiles=self.tiles)
+            rows = rotate_rows(x, self.turns(), self.routing, gather=True, in_order=ordered)
         else:
             rows = gather_rows(x, self.routing, in_order=ordered)
         h = grouped_forward(rows, self.w13, self.offsets, split=self.split)
@@ -136,7 +136,7 @@ class _Layer:
         if down.rotation is None:
             turned = swiglu(h, self.limit, ordered)
         else:
-            turned = rotate_rows(a, [down.rotation], self.routing, in_order=ordered, tiles=self.tiles)[0]
+            turned = rotate_rows(a, [down.rotation], self.routing, in_order=ordered)[0]
         y = grouped_forward(turned, self.w2, self.offsets)
         if down.lora_a is not None:
             low = lora.project(a, down.lora_a.transpose(1, 2), self.routing, tiles=self.tiles)
@@ -166,7 +166,7 @@ class _Layer:
             )
             stacked = torch.cat([stack.lora_a for _, stack in pairs], 1)
             lora.expand(dlow, stacked, self.routing, dx_rows, tiles=self.tiles)
-            da_both = lora.outer(x, dlow, self.routing, stacked.dtype, gather=True).transpose(1, 2)
+            da_both = lora.outer(x, dlow, self.routing, stacked.dtype, gather=True, transpose=True)
             parts = zip(pairs, slopes, low.chunk(len(pairs), 1), da_both.chunk(len(pairs), 1), strict=True)
             for (half, stack), slope, own, slope_a in parts:
                 slope_b = lora.outer(slope, own, self.routing, stack.lora_b.dtype, scaling=stack.scaling)
@@ -186,7 +186,7 @@ class _Layer:
         low = lora.project(a, down.lora_a.transpose(1, 2), self.routing, tiles=self.tiles)
         dlow = lora.project(dy_rows, down.lora_b, self.routing, scaling=down.scaling, tiles=self.tiles)
         lora.expand(dlow, down.lora_a, self.routing, da, tiles=self.tiles)
-        slope_a = lora.outer(a, dlow, self.routing, down.lora_a.dtype).transpose(1, 2).contiguous()
+        slope_a = lora.outer(a, dlow, self.routing, down.lora_a.dtype, transpose=True)
         return da, [turn, slope_a, lora.outer(dy_rows, low, self.routing, down.lora_b.dtype, scaling=down.scaling)]
 
 
@@ -270,6 +270,7 @@ def _save(ctx, inputs, output) -> None:
     x, _, weights, *rest = inputs
     *tensors, scalings, limit, _ = rest
     base, fmt, flat = tensors[:6], tensors[6], tensors[7:]
+    ctx.set_materialize_grads(False)  # h gets no gradient of its own; zeros for it would be a gigabyte
     ctx.fmt, ctx.scalings, ctx.limit = fmt, scalings, limit
     ctx.save_for_backward(x, *output[1:], weights, *base, *flat)
 
@@ -277,6 +278,8 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, dy, *_):
     x, h, low, order, position, offsets, weights, *tensors = ctx.saved_tensors
     base, flat = tensors[:6], tensors[6:]
+    if dy is None:  # only the integers were used
+        return (None,) * 22
     found = _gradient_operator(
         dy.contiguous(), x, h, low, order, position, offsets, weights, *base, ctx.fmt, *flat, ctx.scalings, ctx.limit
     )

@@ -66,14 +66,20 @@ def outer(
     dtype: torch.dtype,
     gather: bool = False,
     scaling: float = 1.0,
+    transpose: bool = False,
 ) -> torch.Tensor:
-    """[E, K, r] in `dtype`: scaling times the sum over an expert's rows of x[row]^T low[row]; zero without rows."""
+    """[E, K, r] in `dtype`: scaling times the sum over an expert's rows of x[row]^T low[row]; zero without rows.
+
+    With `transpose` the same as [E, r, K].
+    """
     columns, rank = x.shape[1], low.shape[1]
-    out = torch.empty(routing.experts, columns, rank, dtype=dtype, device=x.device)
+    shape = (routing.experts, rank, columns) if transpose else (routing.experts, columns, rank)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    strides = (1, columns) if transpose else (rank, 1)
     width = min(128, triton.next_power_of_2(columns))
     _outer[(triton.cdiv(columns, width), routing.experts)](
         x, low, out, routing.order, routing.position.shape[1], routing.offsets, columns, rank, x.stride(0),
-        low.stride(0), scaling, GATHER=gather, RANK=_padded(rank), WIDTH=width, ROWS=ROWS,
+        low.stride(0), *strides, scaling, GATHER=gather, RANK=_padded(rank), WIDTH=width, ROWS=ROWS,
     )  # fmt: skip
     return out
 
@@ -138,7 +144,7 @@ def _expand(
 
 @triton.jit
 def _outer(
-    x, low, out, order, slots, offsets, columns, rank, x_stride, low_stride, scaling,
+    x, low, out, order, slots, offsets, columns, rank, x_stride, low_stride, o_column, o_rank, scaling,
     GATHER: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
@@ -155,5 +161,5 @@ def _outer(
         place = low + row[:, None].to(tl.int64) * low_stride + r[None, :]
         narrow = tl.load(place, mask=live & (r < rank)[None, :], other=0)
         acc = tl.dot(wide.T, narrow, acc, input_precision="ieee")
-    place = out + (expert.to(tl.int64) * columns + k[:, None]) * rank + r[None, :]
+    place = out + expert.to(tl.int64) * columns * rank + k[:, None] * o_column + r[None, :] * o_rank
     tl.store(place, (acc * scaling).to(out.dtype.element_ty), mask=(k < columns)[:, None] & (r < rank)[None, :])

@@ -15,9 +15,7 @@ import triton.language as tl
 
 from orbit_kernels.experts import rotate_blocks
 from orbit_kernels.fragments import fragment_order
-from orbit_kernels.routing import Routing, Tiles, row_tiles
-
-ROWS = 64
+from orbit_kernels.routing import Routing
 
 
 def rotate_rows(
@@ -27,21 +25,18 @@ def rotate_rows(
     *,
     gather: bool = False,
     in_order: bool = False,
-    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """y [P, R, K] for P = 1 or 2 rotations [E, n, b, b] of the same rows: x [R, K], or [T, K] with `gather`.
 
     `in_order` as in `permute.gather_rows`. Blocks smaller than 32 are joined to blocks of 32 first.
     """
-    tiles = tiles or row_tiles(routing.offsets, routing.rows, ROWS)
     wide = [_at_least_32(rotation) for rotation in rotations]
     blocks, b = wide[0].shape[1], wide[0].shape[-1]
     out = x.new_empty(len(wide), routing.rows, blocks * b)
     if routing.rows:
-        _rotate[(tiles.expert.numel(), triton.cdiv(blocks, _per_program(b)))](
-            x, wide[0], wide[-1], out, routing.order, routing.position.shape[1], routing.rows,
-            tiles.expert, tiles.start, tiles.count, routing.offsets, blocks,
-            GATHER=gather, IN_ORDER=in_order, TWO=len(wide) == 2, B=b, PER=_per_program(b), ROWS=ROWS,
+        _rotate[(triton.cdiv(blocks, _per_program(b)), routing.experts)](
+            x, wide[0], wide[-1], out, routing.order, routing.position.shape[1], routing.rows, routing.offsets, blocks,
+            GATHER=gather, IN_ORDER=in_order, TWO=len(wide) == 2, B=b, PER=_per_program(b), ROWS=_rows(routing),
         )  # fmt: skip
     return out
 
@@ -54,14 +49,13 @@ def rotate_back(
     dx is the sum over P before its rounding; dR sums over an expert's rows and is zero for experts without any.
     """
     wide = [_at_least_32(rotation) for rotation in rotations]
-    experts, blocks, b, _ = wide[0].shape
+    blocks, b = wide[0].shape[1], wide[0].shape[-1]
     out = dy.new_empty(dy.shape[1:])
     slopes = [torch.empty_like(rotation) for rotation in wide]
-    small = routing.rows < 48 * experts  # half-empty tiles otherwise
-    _back[(triton.cdiv(blocks, _per_program(b)), experts)](
+    _back[(triton.cdiv(blocks, _per_program(b)), routing.experts)](
         x, dy, wide[0], wide[-1], out, slopes[0], slopes[-1], routing.order, routing.position.shape[1], routing.rows,
         routing.offsets, blocks,
-        GATHER=gather, TWO=len(wide) == 2, B=b, PER=_per_program(b), ROWS=32 if small else ROWS,
+        GATHER=gather, TWO=len(wide) == 2, B=b, PER=_per_program(b), ROWS=32,
     )  # fmt: skip
     return out, [_narrow(slope, rotation) for slope, rotation in zip(slopes, rotations, strict=True)]
 
@@ -106,37 +100,45 @@ def _per_program(b: int) -> int:
     return max(1, 128 // b)
 
 
+def _rows(routing: Routing) -> int:
+    """Rows of a step: a program walks all rows of its expert, and half-empty steps would cost as much as full ones."""
+    return 64 if routing.rows > 48 * routing.experts else 32
+
+
 @triton.jit
 def _rotate(
-    x, rotation, rotation2, out, order, slots, rows, tile_expert, tile_start, tile_count, offsets, blocks,
+    x, rotation, rotation2, out, order, slots, rows, offsets, blocks,
     GATHER: tl.constexpr, IN_ORDER: tl.constexpr, TWO: tl.constexpr, B: tl.constexpr, PER: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    if tile < tl.load(tile_count):
-        expert = tl.load(tile_expert + tile)
-        row = tl.load(tile_start + tile) + tl.arange(0, ROWS)
-        live = (row < tl.load(offsets + expert + 1))[:, None]
-        source = tl.load(order + row, mask=row < tl.load(offsets + expert + 1), other=0) // slots if GATHER else row
-        inside = tl.arange(0, B)
-        if IN_ORDER:  # position s of a 32-group holds column 8 (s % 8 // 2) + s // 8 + 4 (s % 2)
-            slot = inside % 32
-            right = inside - slot + 8 * (slot % 8 // 2) + slot // 8 + 4 * (slot % 2)
-        else:
-            right = inside
-        for index in range(PER):
-            block = tl.program_id(1) * PER + index
-            if block < blocks:
-                where = (expert.to(tl.int64) * blocks + block) * B * B + inside[:, None] * B + right[None, :]
-                columns = block * B + inside[None, :]
-                own = tl.load(x + source[:, None].to(tl.int64) * (blocks * B) + columns, mask=live, other=0)
-                y = tl.dot(own, tl.load(rotation + where).to(own.dtype), input_precision="ieee")
-                place = out + row[:, None].to(tl.int64) * (blocks * B) + columns
-                tl.store(place, y.to(out.dtype.element_ty), mask=live)
-                if TWO:
-                    y = tl.dot(own, tl.load(rotation2 + where).to(own.dtype), input_precision="ieee")
-                    place = out + (rows + row[:, None].to(tl.int64)) * (blocks * B) + columns
-                    tl.store(place, y.to(out.dtype.element_ty), mask=live)
+    expert = tl.program_id(1)
+    end = tl.load(offsets + expert + 1)
+    width = blocks * B
+    block = tl.program_id(0) * PER + tl.arange(0, PER)
+    inside = tl.arange(0, B)
+    right = inside
+    if IN_ORDER:  # position s of a 32-group holds column 8 (s % 8 // 2) + s // 8 + 4 (s % 2)
+        slot = inside % 32
+        right = inside - slot + 8 * (slot % 8 // 2) + slot // 8 + 4 * (slot % 2)
+    where = (expert.to(tl.int64) * blocks + block)[:, None, None] * B * B + inside[None, :, None] * B
+    where += right[None, None, :]
+    known = (block < blocks)[:, None, None]
+    turn = tl.load(rotation + where, mask=known, other=0).to(x.dtype.element_ty)  # [PER, B, B]
+    turn2 = tl.load(rotation2 + where, mask=known, other=0).to(x.dtype.element_ty)
+    column = tl.program_id(0) * (PER * B) + tl.arange(0, PER * B)[None, :]
+    for first in range(tl.load(offsets + expert), end, ROWS):
+        row = (first + tl.arange(0, ROWS))[:, None]
+        live = (row < end) & (column < width)
+        source = tl.load(order + row, mask=row < end, other=0) // slots if GATHER else row
+        own = tl.load(x + source.to(tl.int64) * width + column, mask=live, other=0)
+        own = own.reshape(ROWS, PER, B).permute(1, 0, 2)  # [PER, ROWS, B]
+        y = tl.dot(own, turn, input_precision="ieee").to(out.dtype.element_ty)
+        place = row.to(tl.int64) * width + column
+        tl.store(out + place, y.permute(1, 0, 2).reshape(ROWS, PER * B), mask=live)
+        if TWO:
+            y = tl.dot(own, turn2, input_precision="ieee").to(out.dtype.element_ty)
+            place = (rows + row.to(tl.int64)) * width + column
+            tl.store(out + place, y.permute(1, 0, 2).reshape(ROWS, PER * B), mask=live)
 
 
 @triton.jit
@@ -146,31 +148,33 @@ def _back(
 ):  # fmt: skip
     expert = tl.program_id(1)
     end = tl.load(offsets + expert + 1)
+    width = blocks * B
+    block = tl.program_id(0) * PER + tl.arange(0, PER)
     inside = tl.arange(0, B)
-    for index in range(PER):
-        block = tl.program_id(0) * PER + index
-        if block < blocks:
-            columns = block * B + inside[None, :]
-            where = (expert.to(tl.int64) * blocks + block) * B * B + inside[:, None] * B + inside[None, :]
-            turn = tl.load(rotation + where).T
-            turn2 = tl.load(rotation2 + where).T
-            acc = tl.zeros((B, B), tl.float32)
-            acc2 = tl.zeros((B, B), tl.float32)
-            for first in range(tl.load(offsets + expert), end, ROWS):
-                row = first + tl.arange(0, ROWS)
-                live = (row < end)[:, None]
-                source = tl.load(order + row, mask=row < end, other=0) // slots if GATHER else row
-                own = tl.load(x + source[:, None].to(tl.int64) * (blocks * B) + columns, mask=live, other=0)
-                place = row[:, None].to(tl.int64) * (blocks * B) + columns
-                d = tl.load(dy + place, mask=live, other=0)
-                acc = tl.dot(own.T, d, acc, input_precision="ieee")
-                dx = tl.dot(d, turn.to(d.dtype), input_precision="ieee")
-                if TWO:
-                    second = (rows + row[:, None].to(tl.int64)) * (blocks * B) + columns
-                    d = tl.load(dy + second, mask=live, other=0)
-                    acc2 = tl.dot(own.T, d, acc2, input_precision="ieee")
-                    dx = tl.dot(d, turn2.to(d.dtype), dx, input_precision="ieee")
-                tl.store(out + place, dx.to(out.dtype.element_ty), mask=live)
-            tl.store(slope + where, acc.to(slope.dtype.element_ty))
-            if TWO:
-                tl.store(slope2 + where, acc2.to(slope2.dtype.element_ty))
+    where = (expert.to(tl.int64) * blocks + block)[:, None, None] * B * B + inside[None, :, None] * B
+    where += inside[None, None, :]
+    known = (block < blocks)[:, None, None]
+    turn = tl.load(rotation + where, mask=known, other=0).to(dy.dtype.element_ty).permute(0, 2, 1)
+    turn2 = tl.load(rotation2 + where, mask=known, other=0).to(dy.dtype.element_ty).permute(0, 2, 1)
+    acc = tl.zeros((PER, B, B), tl.float32)
+    acc2 = tl.zeros((PER, B, B), tl.float32)
+    column = tl.program_id(0) * (PER * B) + tl.arange(0, PER * B)[None, :]
+    for first in range(tl.load(offsets + expert), end, ROWS):
+        row = (first + tl.arange(0, ROWS))[:, None]
+        live = (row < end) & (column < width)
+        source = tl.load(order + row, mask=row < end, other=0) // slots if GATHER else row
+        own = tl.load(x + source.to(tl.int64) * width + column, mask=live, other=0)
+        own = own.reshape(ROWS, PER, B).permute(1, 2, 0)  # [PER, B, ROWS]
+        place = row.to(tl.int64) * width + column
+        d = tl.load(dy + place, mask=live, other=0).reshape(ROWS, PER, B).permute(1, 0, 2)  # [PER, ROWS, B]
+        acc = tl.dot(own, d, acc, input_precision="ieee")
+        dx = tl.dot(d, turn, input_precision="ieee")
+        if TWO:
+            second = (rows + row.to(tl.int64)) * width + column
+            d = tl.load(dy + second, mask=live, other=0).reshape(ROWS, PER, B).permute(1, 0, 2)
+            acc2 = tl.dot(own, d, acc2, input_precision="ieee")
+            dx = tl.dot(d, turn2, dx, input_precision="ieee")
+        tl.store(out + place, dx.to(out.dtype.element_ty).permute(1, 0, 2).reshape(ROWS, PER * B), mask=live)
+    tl.store(slope + where, acc.to(slope.dtype.element_ty), mask=known)
+    if TWO:
+        tl.store(slope2 + where, acc2.to(slope2.dtype.element_ty), mask=known)
