@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.testing import do_bench
+from triton.testing import do_bench, do_bench_cudagraph
 
 from orbit_kernels.bench_paths import Problem, bf16_resident, chunked_eager, expert_loop, layer, ours
 
@@ -56,11 +56,15 @@ class Row:
         return {name.rstrip("_"): getattr(self, name) for name in self.__slots__}
 
 
-def time_ms(calls: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Median milliseconds of each call. Taken in turn, so that a GPU that slows down under load slows all of them."""
+def time_ms(calls: list[Callable[[], object]], rounds: int, graph: bool = False) -> list[float]:
+    """Median milliseconds of each call. Taken in turn, so that a GPU that slows down under load slows all of them.
+
+    `graph` times replays of a CUDA graph, for calls that are shorter than their launches.
+    """
     for call in calls:
         call()
-    found = [[do_bench(call, warmup=5, rep=25, return_mode="median") for call in calls] for _ in range(rounds)]
+    one = functools.partial(do_bench_cudagraph, rep=20) if graph else functools.partial(do_bench, warmup=5, rep=25)
+    found = [[one(call, return_mode="median") for call in calls] for _ in range(rounds)]
     return [statistics.median(column) for column in zip(*found, strict=True)]
 
 
@@ -75,7 +79,9 @@ def transient(call: Callable[[], object], named: int) -> int:
     return max(0, torch.cuda.max_memory_allocated() - before - named)
 
 
-def measure(name: str, fmt: str, problem: Problem, tokens: int, slow: bool, whole: bool) -> list[Row]:
+def measure(
+    name: str, fmt: str, problem: Problem, tokens: int, slow: bool, whole: bool, graph: bool = False
+) -> list[Row]:
     """All paths of one size. `slow` adds the paths that decode first, `whole` the MLP with adapters."""
     experts, hidden, inter, slots = SHAPES[name]
     batch = problem.batch(tokens)
@@ -94,7 +100,7 @@ def measure(name: str, fmt: str, problem: Problem, tokens: int, slow: bool, whol
         if slow:
             paths |= {"eager chunks": chunked_eager, "loop over experts": expert_loop}
         calls = [functools.partial(call, problem, batch, pass_) for call in paths.values()]
-        fast = time_ms(calls[:2], 3)
+        fast = time_ms(calls[:2], 3, graph)
         times = fast + (time_ms(calls[2:], 1) if slow else [])
         for path, call, ms in zip(paths, calls, times, strict=True):
             add(path, pass_, ms, times[0], transient(call, batch.result_bytes(pass_)))
@@ -126,7 +132,9 @@ def main() -> None:
             problem = Problem.random(*SHAPES[name], fmt)
             for count in tokens:
                 slow = options.slow and fmt == "int4" and count in (4096, 16384)
-                rows += [row.as_json() for row in measure(name, fmt, problem, count, slow, options.whole)]
+                rows += [
+                    row.as_json() for row in measure(name, fmt, problem, count, slow, options.whole, options.decoding)
+                ]
                 torch.cuda.empty_cache()
             del problem
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
