@@ -24,6 +24,7 @@ RECIPES = [
     "smoke_moe_lora.yaml",
     "sweep_adapters.yaml",
     "sweep_learning_rate.sh",
+    "upcycled_moe_h200.yaml",
 ]
 HEADER = ("Hardware:", "Cost:", "Expected curve:", "Date:")
 MAX_RECIPE_LINES = 40

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from orbit_cli.sglang_plugin import linear, rotation, sampler
+from orbit_cli.sglang_plugin import groups, linear, rotation, sampler
 from orbit_cli.sglang_plugin.bucket import pack, unpack
 from orbit_cli.sglang_plugin.cpu.attention import attend, plan
 from orbit_cli.sglang_plugin.groups import mark_followers
@@ -105,8 +105,10 @@ def _request(tokens, matched=0, key="v1"):
     return SimpleNamespace(origin_input_ids=tokens, num_matched_prefix_tokens=matched, extra_key=key)
 
 
-def _followers(queue, disable=False) -> list[bool]:
-    mark_followers(None, SimpleNamespace(tree_cache=SimpleNamespace(disable=disable)), queue)
+def _followers(queue, disable=False, active="lpm") -> list[bool]:
+    cache = SimpleNamespace(disable=disable)
+    policy = SimpleNamespace(tree_cache=cache, policy="lpm", _determine_active_policy=lambda _: active)
+    mark_followers(None, policy, queue)
     return [getattr(request, "orbit_follows", False) for request in queue]
 
 
@@ -116,6 +118,16 @@ def test_requests_wait_for_the_one_that_computes_their_prefix():
     queue += [_request(long, matched=59), _request([1, 2, 3]), _request([1, 2, 3])]
     assert _followers(queue) == [False, True, False, True, False, False, False, False]
     assert not any(_followers([_request(long), _request(long)], disable=True))
+
+
+def test_a_long_queue_is_matched_anew_because_sglang_does_not(monkeypatch):
+    def match(_cache, queue) -> None:
+        for request in queue:
+            request.num_matched_prefix_tokens = 59
+
+    monkeypatch.setattr(groups, "_match", match)
+    assert sum(_followers([_request(list(range(60))) for _ in range(9)])) == 8
+    assert not any(_followers([_request(list(range(60))) for _ in range(9)], active="fcfs"))
 
 
 def test_nobody_waits_for_a_small_saving():

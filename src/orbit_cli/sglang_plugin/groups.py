@@ -20,11 +20,8 @@ def mark_followers(result, policy, waiting_queue, _running_batch=None):
     if getattr(policy.tree_cache, "disable", True):
         return result
     queue = waiting_queue[:LOOK_AHEAD]
-    if not _matched(policy, waiting_queue):
-        from sglang.srt.managers.schedule_policy import match_prefix_for_req
-
-        for request in queue:
-            match_prefix_for_req(policy.tree_cache, request, include_req=True)
+    if policy._determine_active_policy(waiting_queue) is not policy.policy:
+        _match(policy.tree_cache, queue)
     leaders: dict[str | None, list] = {}  # by cache key: prompts that this pass will compute
     saved: dict[int, int] = {}
     for place, request in enumerate(queue):
@@ -43,12 +40,13 @@ def mark_followers(result, policy, waiting_queue, _running_batch=None):
     return result
 
 
-def _matched(policy, waiting_queue) -> bool:
-    """Whether calc_priority looked up what is cached of each request: not for a long queue, where it goes first come
-    first served, and then a request's last known match is of another time."""
-    from sglang.srt.managers.schedule_policy import CacheAwarePolicy
+def _match(tree_cache, queue) -> None:
+    """Look up what is cached of each request. SGLang does not for a long queue, which it takes first come, first served;
+    a request's last known match is then of another time."""
+    from sglang.srt.managers.schedule_policy import match_prefix_for_req
 
-    return isinstance(policy._determine_active_policy(waiting_queue), CacheAwarePolicy)
+    for request in queue:
+        match_prefix_for_req(tree_cache, request, include_req=True)
 
 
 def may_run(original, scheduler, request, running_loras) -> bool:
