@@ -5,10 +5,10 @@ VENV := .venv
 STAMP := $(VENV)/orbit-$(shell sha256sum pyproject.toml | cut -c1-16).stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench clean
+.PHONY: help setup train test check check-kernels bench bench-gpu clean
 
 help: ## list these commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 setup: $(STAMP) ## make .venv with the pinned stack (about 9 GB, several minutes the first time)
 
@@ -40,6 +40,15 @@ check: $(STAMP) ## lint, formatting and the architecture tests
 
 bench: $(STAMP) ## measure the main job by phase
 	$(VENV)/bin/python scripts/bench_main_job.py
+
+check-kernels: $(STAMP) ## compile the GPU kernels for Hopper, no GPU needed, and fail on spills, serialised products and register races
+	$(VENV)/bin/python scripts/check_kernels_sm90a.py
+
+BENCH_GPU := $(VENV)/bin/python -m orbit_kernels.bench --out docs/benchmarks/moe_gpu.json
+
+bench-gpu: $(STAMP) ## on a GPU: the expert kernels against BF16 weights in memory, whole layers, and the sizes of decoding
+	$(BENCH_GPU) --slow --whole
+	$(BENCH_GPU) --append --decoding
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
