@@ -47,9 +47,12 @@ def test_pick_follows_the_distribution(vocabulary):
     draws = 40000
     u = sampler.uniforms(torch.arange(draws), torch.zeros(draws))
     tokens = sampler.pick(probs.expand(draws, -1), u)
-    found = torch.bincount(tokens, minlength=vocabulary).double() / draws
-    sigma = (probs.double() * (1 - probs.double()) / draws).sqrt()
-    assert float(((found - probs.double()).abs() / sigma.clamp(min=1e-9)).max()) < 5.5
+    counts, expected = torch.bincount(tokens, minlength=vocabulary).double(), probs.double() * draws
+    rare = expected < 25  # counted together: a single draw of a rare token is many standard deviations
+    found = torch.cat([counts[~rare], counts[rare].sum(0, keepdim=True)])
+    wanted = torch.cat([expected[~rare], expected[rare].sum(0, keepdim=True)])
+    sigma = (wanted * (1 - wanted / draws)).clamp(min=1.0).sqrt()
+    assert float(((found - wanted).abs() / sigma).max()) < 6
 
 
 def test_pick_is_the_inverse_transform_and_never_takes_a_zero():

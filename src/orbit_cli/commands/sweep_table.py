@@ -14,16 +14,22 @@ if TYPE_CHECKING:
     from orbit_cli.commands.sweep import Job
 
 COLUMNS = ("job", "overrides", "status", "reward", "held out", "gap", "run")
+FILE_WIDTH = 200  # columns of a table that goes into a file or a pipe, where nothing needs to fold
 
 
 def print_table(jobs: list[Job]) -> None:
+    """Overrides that all jobs share are left out; runs are named below the sweep's folder, which is printed once."""
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, overflow="fold")
+    shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     for job in jobs:
-        table.add_row(*_row(job))
+        table.add_row(*_row(job, shared))
     console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=FILE_WIDTH)
     console.print(table)
+    console.print(f"sweep  {Path(jobs[0].folder).parent}")
     failed = [job for job in jobs if job.exit_code]
     for job in failed:
         console.print(f"job {job.number} failed with exit code {job.exit_code}: {Path(job.folder) / 'log.txt'}")
@@ -31,9 +37,9 @@ def print_table(jobs: list[Job]) -> None:
         console.print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished")
 
 
-def _row(job: Job) -> list[str]:
+def _row(job: Job, shared: set[str]) -> list[str]:
     status = "finished" if job.exit_code == 0 else f"failed ({job.exit_code})"
-    head = [str(job.number), " ".join(job.overrides), status]
+    head = [str(job.number), " ".join(name for name in job.overrides if name not in shared), status]
     if job.run is None:
         return [*head, "-", "-", "-", "-"]
     found = figures(job.run)
@@ -43,7 +49,7 @@ def _row(job: Job) -> list[str]:
         _pair(found["reward_first_fifth"], found["reward_last_fifth"]),
         _pair(_accuracy(found["eval_before"]), _accuracy(found["eval_after"])),
         "-" if gap is None else f"{gap:.1e}",
-        str(job.run),
+        f"{Path(job.folder).name}/{Path(job.run).name}",
     ]
 
 

@@ -124,7 +124,8 @@ def _with_gradient(batch: Batch, rows: list[int], algorithm: AlgorithmConfig) ->
 def _forward(
     model: TrainerModel, batch: Batch, config: OrbitConfig, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    return model.logprobs(
+    """Log-probs and entropy [B, T] on the CPU, where the batch is: the loss is cheap, and its gradient flows back."""
+    logprobs, entropy = model.logprobs(
         batch.token_ids,
         batch.lengths,
         batch.mask,
@@ -132,6 +133,7 @@ def _forward(
         chunk=config.trainer.logprob_chunk_tokens,
         with_entropy=with_entropy,
     )
+    return logprobs.cpu(), entropy.cpu() if entropy is not None else None
 
 
 @torch.no_grad()
