@@ -160,3 +160,19 @@ def test_one_expert_with_its_own_adapter_as_an_engine_calls_it():
     )
     expected = dense_reference(rows, torch.full((5, 1), 3), torch.ones(5, 1).double(), w13, w2, adapter)
     assert (y - expected).abs().max() <= 1e-9 * expected.abs().max()
+
+
+def test_what_does_not_fit_is_refused_with_its_reason():
+    arguments, *_ = random_layer("int4")
+    ids, weights = random_routing(3, 2, [0, 1])
+    x = torch.randn(3, HIDDEN)
+    with pytest.raises(ValueError, match=f"hidden columns.*{HIDDEN}"):
+        frozen_experts(x[:, :32], ids, weights, **arguments)
+    with pytest.raises(ValueError, match=r"must both be \[3, slots\]"):
+        frozen_experts(x, ids[:2], weights, **arguments)
+    with pytest.raises(ValueError, match="of two layers"):
+        frozen_experts(x, ids, weights, **(arguments | {"w13_packed": arguments["w13_packed"][:, :32]}))
+    with pytest.raises(ValueError, match="float32.*bfloat16"):
+        frozen_experts(x, ids, weights, **arguments, path="kernels")
+    with pytest.raises(ValueError, match="none of auto"):
+        frozen_experts(x, ids, weights, **arguments, path="fast")

@@ -23,11 +23,14 @@ def test_product_and_input_gradient(fmt):
     assert relative_error(_packed_gradient(dy, linear.weight), dy.double().cpu() @ exact.cpu()) < tolerance(2)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="numpy's products depend on their size")
 def test_a_row_has_the_same_bits_in_any_batch():
     packed, scale, _, _ = random_case("int4", 64, 64, ())
     linear = PackedLinear(packed.to(DEVICE), (scale * 0.02).to(DEVICE), "int4", dtype=DTYPE)
     x = values(70, 64)
     whole = linear.apply(x)
-    assert torch.equal(linear.apply(x[33:34]), whole[33:34])
-    assert torch.equal(linear.apply(x[:20]), whole[:20])
+    for own in (slice(33, 34), slice(0, 20)):
+        part = linear.apply(x[own])
+        if INTERPRETED:  # numpy chooses the order of summation by the shape
+            assert relative_error(part, whole[own]) < tolerance()
+        else:
+            assert torch.equal(part, whole[own])
