@@ -24,12 +24,26 @@ BUDGET = 1 << 30
 
 
 def chunked_product(
-    rows: Tensor, weight: PackedExperts, offsets: Tensor, *, gradient: bool = False, budget: int = BUDGET
+    rows: Tensor,
+    weight: PackedExperts,
+    offsets: Tensor,
+    *,
+    gradient: bool = False,
+    split: bool = False,
+    budget: int = BUDGET,
 ) -> Tensor:
     """y [R, N] = rows [R, K] W_e^T, or dx [R, K] = rows [R, N] W_e with `gradient`; columns in their natural order.
 
+    `split` as in grouped.py: the rows, or with `gradient` the result, are one matrix [P, R, K] per part of N.
     Raises ValueError if `budget` bytes do not hold two decoded experts.
     """
+    if split:
+        sources = rows.chunk(weight.parts, 1) if gradient else rows
+        parts = [
+            chunked_product(own, weight.part(p), offsets, gradient=gradient, budget=budget)
+            for p, own in enumerate(sources)
+        ]
+        return torch.stack(parts) if gradient else torch.cat(parts, 1)
     experts, outputs, inputs = weight.shape
     bytes_each = outputs * inputs * rows.element_size()
     size = budget // (2 * bytes_each)

@@ -11,12 +11,16 @@ Shape letters: T tokens, k slots, R = T k rows, E experts, H hidden, I intermedi
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from orbit_kernels import lora
+from orbit_kernels.chunked import BUDGET, chunked_product, fastest
 from orbit_kernels.experts import ExpertAdapters, StackedAdapter
 from orbit_kernels.grouped import PackedExperts, grouped_forward, grouped_input_gradient
 from orbit_kernels.permute import combine_rows, gather_rows
@@ -37,13 +41,46 @@ def expert_layer(
     adapter: ExpertAdapters | None = None,
     limit: float | None = None,
     recompute: bool = False,
+    chunk_budget: int = 0,
 ) -> Tensor:
-    """y [T, H] of x [T, H]; arguments as in `experts.frozen_experts`, checked there. `limit` clamps SwiGLU."""
+    """y [T, H] of x [T, H]; arguments as in `experts.frozen_experts`, checked there. `limit` clamps SwiGLU.
+
+    With `chunk_budget` bytes the products go by way of decoded chunks (chunked.py) instead of the packed bytes.
+    """
     stacks = [getattr(adapter, name) if adapter else None for name in PROJECTIONS]
     flat = [getattr(stack, name) if stack else None for stack in stacks for name in TENSORS]
     scalings = [stack.scaling if stack else 1.0 for stack in stacks]
     base = [w13.packed, w13.scale, w13.global_scale, w2.packed, w2.scale, w2.global_scale]
-    return _forward_operator(x.contiguous(), expert_ids, weights, *base, w13.fmt, *flat, scalings, limit, recompute)[0]
+    return _forward_operator(
+        x.contiguous(), expert_ids, weights, *base, w13.fmt, *flat, scalings, limit, recompute, chunk_budget
+    )[0]
+
+
+@torch.no_grad()
+def fastest_path(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, w13: PackedExperts, w2: PackedExperts, cache: Path
+) -> str:
+    """ "kernels" or "chunked": whichever runs the base's forward faster at this size, from `cache` or by a trial."""
+    if x.numel() == 0:
+        return "kernels"
+    size = 1 << (len(x) - 1).bit_length()
+    key = f"{w13.fmt} {list(w13.shape)} {expert_ids.shape[1]} of {size} tokens"
+    calls = {
+        name: functools.partial(expert_layer, x, expert_ids, weights, w13, w2, chunk_budget=budget)
+        for name, budget in (("kernels", 0), ("chunked", BUDGET))
+    }
+    return fastest(calls, key, cache, _milliseconds)
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    """The second of two runs; the first compiles."""
+    call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 @torch.no_grad()
@@ -88,11 +125,26 @@ class _Layer:
     tiles: Tiles
     limit: float | None
     groups: int = 1  # of `routing` per expert
+    chunk_budget: int = 0
 
     @property
     def offsets(self) -> Tensor:
         """int32 [E + 1]: where each expert's rows begin."""
         return self.routing.offsets if self.groups == 1 else self.routing.offsets[:: self.groups].contiguous()
+
+    def ordered(self, weight: PackedExperts) -> bool:
+        """Whether `product` reads its rows in fragment order."""
+        return weight.in_fragment_order and not self.chunk_budget
+
+    def product(self, rows: Tensor, weight: PackedExperts, split: bool = False) -> Tensor:
+        if self.chunk_budget:
+            return chunked_product(rows, weight, self.offsets, split=split, budget=self.chunk_budget)
+        return grouped_forward(rows, weight, self.offsets, split=split)
+
+    def product_gradient(self, rows: Tensor, weight: PackedExperts, split: bool = False) -> Tensor:
+        if self.chunk_budget:
+            return chunked_product(rows, weight, self.offsets, gradient=True, split=split, budget=self.chunk_budget)
+        return grouped_input_gradient(rows, weight, self.offsets, split=split)
 
     @property
     def split(self) -> bool:
@@ -112,12 +164,12 @@ class _Layer:
 
     def hidden(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(h [R, 2 I] with the adapters of gate and up, low [R, 0, r or 2 r] = x A^T of those with LoRA)."""
-        ordered = self.w13.in_fragment_order
+        ordered = self.ordered(self.w13)
         if self.split:
             rows = rotate_rows(x, self.turns(), self.routing, gather=True, in_order=ordered)
         else:
             rows = gather_rows(x, self.routing, in_order=ordered)
-        h = grouped_forward(rows, self.w13, self.offsets, split=self.split)
+        h = self.product(rows, self.w13, self.split)
         pairs = self.low_ranks()
         if not pairs:
             return h, x.new_empty(self.routing.rows, 0)
@@ -130,14 +182,14 @@ class _Layer:
 
     def output(self, h: Tensor, weights: Tensor) -> Tensor:
         """y [T, H]."""
-        ordered, down = self.w2.in_fragment_order, self.down
+        ordered, down = self.ordered(self.w2), self.down
         plain = down.rotation is None and down.lora_a is None
         a = None if plain else swiglu(h, self.limit)
         if down.rotation is None:
             turned = swiglu(h, self.limit, ordered)
         else:
             turned = rotate_rows(a, [down.rotation], self.routing, in_order=ordered)[0]
-        y = grouped_forward(turned, self.w2, self.offsets)
+        y = self.product(turned, self.w2)
         if down.lora_a is not None:
             low = lora.project(a, down.lora_a.transpose(1, 2), self.routing, tiles=self.tiles)
             lora.expand(low, down.lora_b.transpose(1, 2), self.routing, y, down.scaling, self.tiles)
@@ -148,7 +200,7 @@ class _Layer:
         da, down = self._through_down(gather_rows(dy, self.routing, weights), h)
         dh = swiglu_gradient(h, da, self.limit)  # [R, 2 I]
         del da
-        dx_rows = grouped_input_gradient(dh, self.w13, self.offsets, split=self.split)  # [R, H] or [2, R, H]
+        dx_rows = self.product_gradient(dh, self.w13, self.split)  # [R, H] or [2, R, H]
         gate_up: list[Tensor | None] = [None] * 6
         if self.split:
             dx_rows, turns = rotate_back(x, dx_rows, self.turns(), self.routing, gather=True)
@@ -175,7 +227,7 @@ class _Layer:
 
     def _through_down(self, dy_rows: Tensor, h: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """da [R, I] and the gradients of down's adapter."""
-        da, down = grouped_input_gradient(dy_rows, self.w2, self.offsets), self.down
+        da, down = self.product_gradient(dy_rows, self.w2), self.down
         if down.rotation is None and down.lora_a is None:
             return da, [None, None, None]
         a, turn = swiglu(h, self.limit), None
@@ -190,7 +242,7 @@ class _Layer:
         return da, [turn, slope_a, lora.outer(dy_rows, low, self.routing, down.lora_b.dtype, scaling=down.scaling)]
 
 
-def _layer(base, fmt, flat, scalings, routing, limit) -> _Layer:
+def _layer(base, fmt, flat, scalings, routing, limit, chunk_budget) -> _Layer:
     w13, w13_scale, w13_global, w2, w2_scale, w2_global = base
     stacks = [
         StackedAdapter(rotation=flat[3 * p], lora_a=flat[3 * p + 1], lora_b=flat[3 * p + 2], scaling=scalings[p])
@@ -203,6 +255,7 @@ def _layer(base, fmt, flat, scalings, routing, limit) -> _Layer:
         routing,
         row_tiles(routing.offsets, routing.rows, lora.ROWS),
         limit,
+        chunk_budget=chunk_budget,
     )
 
 
@@ -214,13 +267,13 @@ def _forward_operator(
     gate_r: Tensor | None, gate_a: Tensor | None, gate_b: Tensor | None,
     up_r: Tensor | None, up_a: Tensor | None, up_b: Tensor | None,
     down_r: Tensor | None, down_a: Tensor | None, down_b: Tensor | None,
-    scalings: list[float], limit: float | None, recompute: bool,
+    scalings: list[float], limit: float | None, recompute: bool, chunk_budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, h or nothing, low of `_Layer.hidden`, and the routing's order, position and offsets)."""
     routing = route(expert_ids, w13.shape[0])
     flat = [gate_r, gate_a, gate_b, up_r, up_a, up_b, down_r, down_a, down_b]
     base = (w13, w13_scale, w13_global, w2, w2_scale, w2_global)
-    layer = _layer(base, fmt, flat, scalings, routing, limit)
+    layer = _layer(base, fmt, flat, scalings, routing, limit, chunk_budget)
     h, low = layer.hidden(x)
     y = layer.output(h, weights)
     return y, x.new_empty(0, h.shape[1]) if recompute else h, low, routing.order, routing.position, routing.offsets
@@ -229,7 +282,7 @@ def _forward_operator(
 @_forward_operator.register_fake
 def _(
     x, expert_ids, weights, w13, w13_scale, w13_global, w2, w2_scale, w2_global, fmt, gate_r, gate_a, gate_b, up_r,
-    up_a, up_b, down_r, down_a, down_b, scalings, limit, recompute,
+    up_a, up_b, down_r, down_a, down_b, scalings, limit, recompute, chunk_budget,
 ):  # fmt: skip
     rows = expert_ids.numel()
     h = x.new_empty(0 if recompute else rows, w13.shape[1])
@@ -246,13 +299,13 @@ def _gradient_operator(
     gate_r: Tensor | None, gate_a: Tensor | None, gate_b: Tensor | None,
     up_r: Tensor | None, up_a: Tensor | None, up_b: Tensor | None,
     down_r: Tensor | None, down_a: Tensor | None, down_b: Tensor | None,
-    scalings: list[float], limit: float | None,
+    scalings: list[float], limit: float | None, chunk_budget: int,
 ) -> list[Tensor]:  # fmt: skip
     """dx and the gradients of those adapter tensors that exist, in the order of the arguments."""
     routing = Routing(order=order, position=position, offsets=offsets)
     flat = [gate_r, gate_a, gate_b, up_r, up_a, up_b, down_r, down_a, down_b]
     base = (w13, w13_scale, w13_global, w2, w2_scale, w2_global)
-    layer = _layer(base, fmt, flat, scalings, routing, limit)
+    layer = _layer(base, fmt, flat, scalings, routing, limit, chunk_budget)
     hidden = layer.hidden(x)[0] if len(h) < routing.rows else h
     return [gradient for gradient in layer.gradients(dy, x, hidden, low, weights) if gradient is not None]
 
@@ -260,7 +313,7 @@ def _gradient_operator(
 @_gradient_operator.register_fake
 def _(
     dy, x, h, low, order, position, offsets, weights, w13, w13_scale, w13_global, w2, w2_scale, w2_global, fmt, gate_r,
-    gate_a, gate_b, up_r, up_a, up_b, down_r, down_a, down_b, scalings, limit,
+    gate_a, gate_b, up_r, up_a, up_b, down_r, down_a, down_b, scalings, limit, chunk_budget,
 ):  # fmt: skip
     flat = [x, gate_r, gate_a, gate_b, up_r, up_a, up_b, down_r, down_a, down_b]
     return [torch.empty_like(tensor) for tensor in flat if tensor is not None]
@@ -268,10 +321,10 @@ def _(
 
 def _save(ctx, inputs, output) -> None:
     x, _, weights, *rest = inputs
-    *tensors, scalings, limit, _ = rest
+    *tensors, scalings, limit, _, chunk_budget = rest
     base, fmt, flat = tensors[:6], tensors[6], tensors[7:]
     ctx.set_materialize_grads(False)  # h gets no gradient of its own; zeros for it would be a gigabyte
-    ctx.fmt, ctx.scalings, ctx.limit = fmt, scalings, limit
+    ctx.fmt, ctx.settings = fmt, (scalings, limit, chunk_budget)
     ctx.save_for_backward(x, *output[1:], weights, *base, *flat)
 
 
@@ -279,13 +332,13 @@ def _backward(ctx, dy, *_):
     x, h, low, order, position, offsets, weights, *tensors = ctx.saved_tensors
     base, flat = tensors[:6], tensors[6:]
     if dy is None:  # only the integers were used
-        return (None,) * 22
+        return (None,) * 23
     found = _gradient_operator(
-        dy.contiguous(), x, h, low, order, position, offsets, weights, *base, ctx.fmt, *flat, ctx.scalings, ctx.limit
+        dy.contiguous(), x, h, low, order, position, offsets, weights, *base, ctx.fmt, *flat, *ctx.settings
     )
     dx, *rest = found
     adapters = [None if tensor is None else rest.pop(0) for tensor in flat]
-    return dx, None, None, *[None] * 7, *adapters, None, None, None
+    return dx, None, None, *[None] * 7, *adapters, None, None, None, None
 
 
 _forward_operator.register_autograd(_backward, setup_context=_save)

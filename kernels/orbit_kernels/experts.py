@@ -11,15 +11,18 @@ b block size of a rotation, r LoRA rank.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from orbit_kernels.linear import frozen_linear
 
-PATHS = ("auto", "kernels", "reference")
+PATHS = ("auto", "kernels", "chunked", "fastest", "reference")
+PATH_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orbit" / "expert_paths.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,19 +74,25 @@ def frozen_experts(
     w13_global_scale: torch.Tensor | None = None,
     w2_global_scale: torch.Tensor | None = None,
     path: str = "auto",
+    chunk_budget: int = 1 << 30,
 ) -> torch.Tensor:
     """y [T, H] = sum over slots j of weights[t, j] * expert(expert_ids[t, j])(x[t]).
 
     x [T, H]; expert_ids [T, k] integers; weights [T, k]; w13 [E, 2I, ...] with the gate rows first; w2 [E, H, ...],
-    packed and scaled as `orbit_kernels.decode.dequantize` says. `path` is "kernels" (BF16 on a GPU), "reference", or
-    "auto": kernels where they can run. The reference sums in the dtype of x. Raises ValueError for shapes that do not
-    fit each other and for kernels that cannot run.
+    packed and scaled as `orbit_kernels.decode.dequantize` says. Raises ValueError for shapes that do not fit each other
+    and for a path that cannot run.
+
+    path       kernels    products straight from the packed bytes; BF16 on a GPU
+               chunked    decoded chunks of at most `chunk_budget` bytes; BF16 on a GPU
+               fastest    one of these two, tried once per device and size and remembered in PATH_CACHE
+               reference  PyTorch, any device and dtype; sums in the dtype of x
+               auto       kernels on a GPU where they can run, else the reference
     """
     _check_shapes(x, expert_ids, weights, w13_packed, w2_packed, fmt)
     if path not in PATHS:
         raise ValueError(f"path={path!r} is none of {', '.join(PATHS)}")
-    if path == "kernels" or (path == "auto" and x.is_cuda):
-        from orbit_kernels.expert_layer import expert_layer  # Triton is imported where it is used
+    if path in ("kernels", "chunked", "fastest") or (path == "auto" and x.is_cuda):
+        from orbit_kernels.expert_layer import expert_layer, fastest_path  # Triton is imported where it is used
         from orbit_kernels.grouped import PackedExperts, unsupported
 
         w13 = PackedExperts(packed=w13_packed, scale=w13_scale, fmt=fmt, global_scale=w13_global_scale, parts=2)
@@ -91,9 +100,12 @@ def frozen_experts(
         reason = unsupported(w13) or unsupported(w2)
         if x.dtype != torch.bfloat16:
             reason = f"x is {x.dtype}; the kernels multiply bfloat16, convert it"
+        if path == "fastest" and reason is None:
+            path = fastest_path(x, expert_ids, weights.detach(), w13, w2, PATH_CACHE)
         if reason is None:
-            return expert_layer(x, expert_ids, weights.detach(), w13, w2, adapter)
-        if path == "kernels":
+            budget = chunk_budget if path == "chunked" else 0
+            return expert_layer(x, expert_ids, weights.detach(), w13, w2, adapter, chunk_budget=budget)
+        if path != "auto":
             raise ValueError(reason)
     tokens, slots = expert_ids.shape
     order, hit, counts = sort_by_expert(expert_ids)  # order [T*k]

@@ -43,6 +43,12 @@ class PackedExperts:
         experts, outputs, columns = self.packed.shape
         return experts, outputs, columns * (2 if self.fmt in GROUP else 1)
 
+    def part(self, number: int) -> PackedExperts:
+        """Views of one of the parts."""
+        scale = None if self.scale is None else self.scale.chunk(self.parts, 1)[number]
+        packed = self.packed.chunk(self.parts, 1)[number]
+        return PackedExperts(packed=packed, scale=scale, fmt=self.fmt, global_scale=self.global_scale)
+
     @property
     def in_fragment_order(self) -> bool:
         """Whether `grouped_forward` wants the columns of x in the order of `fragments.fragment_order`."""

@@ -150,7 +150,7 @@ def test_a_row_does_not_depend_on_batch_position_or_tile(fmt):
     weight, _ = random_experts(fmt, 2)
     row, filler = values(1, INPUTS), values(70, INPUTS)
     alone = grouped_forward(in_order(row, weight), weight, offsets_of([0, 1]))
-    for tile, before in ((16, 0), (32, 3), (64, 41), (128, 50)):
+    for tile, before in ((16, 0), (64, 41)) if INTERPRETED else ((16, 0), (32, 3), (64, 41), (128, 50)):
         x = torch.cat((filler[: 5 + before], row, filler[before:]))
         y = grouped_forward(in_order(x, weight), weight, offsets_of([5, len(x) - 5]), tile=tile)
         if INTERPRETED:  # numpy chooses the order of summation by the shape of the tile
