@@ -41,8 +41,8 @@ def mark_followers(result, policy, waiting_queue, _running_batch=None):
 
 
 def _match(tree_cache, queue) -> None:
-    """Look up what is cached of each request. SGLang does not for a long queue, which it takes first come, first served;
-    a request's last known match is then of another time."""
+    """Look up what is cached of each request. For a long queue, which it takes first come, first served, SGLang does
+    not, and a request's last known match is then of another time."""
     from sglang.srt.managers.schedule_policy import match_prefix_for_req
 
     for request in queue:
