@@ -1,0 +1,51 @@
+"""Typed reading of a config.json (or of model.architecture, which holds the same keys). No torch, no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orbit_cli.errors import ConfigError
+
+
+class Facts:
+    """The keys of one model's config, with the nested text model's on top. Missing or odd keys are named in one sentence.
+
+    >>> Facts({"model_type": "qwen3", "hidden_size": 2560}, "config.json").whole("hidden_size")
+    2560
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.where = where
+        self.model_type = str(config.get("model_type", ""))
+        self.top = config
+        self.text: Mapping[str, Any] = config.get("text_config") or config
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number. Raises ConfigError if it is missing without a default, or is none."""
+        value = self.text.get(key)
+        if value is None:
+            if default is None:
+                raise ConfigError(
+                    f"{self.where} has no {key}, without which a {self.model_type} cannot be sized; add it, or set "
+                    "model.path to the complete checkpoint folder"
+                )
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"{self.where}: {key}={value!r} must be a whole number")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.text.get(key, default))
+
+    def wholes(self, key: str) -> list[int]:
+        """A list of whole numbers. Raises ConfigError if it is missing or is none."""
+        value = self.text.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            raise ConfigError(f"{self.where}: {key} must be a list of whole numbers, found {value!r}")
+        return value
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """The quantization_config, at the top or in the text model's part (Kimi-K2.6 has it there)."""
+        return self.top.get("quantization_config") or self.text.get("quantization_config")
