@@ -72,6 +72,8 @@ def deepseek_v4(facts: Facts) -> ModelShape:
             ),
             expert_layers=layers,
             stream=block.streams * hidden,
+            probabilities=heads * 5 // 4,  # transformers has only plain attention for it; a quarter is compressed keys
+            fused_on_gpu=False,
         ),
         experts=experts,
         experts_per_token=top_k,

@@ -75,6 +75,7 @@ def latent_attention(facts: Facts) -> ModelShape:
             dense_layers=len(plain),
             expert_layers=len(sparse),
             stream=hidden,
+            probabilities=heads,  # keys and values differ in width: torch's fused attention on a CPU wants them equal
         ),
         tied=tied,
         experts=experts,

@@ -95,6 +95,8 @@ class ActivationShape:
     dense_layers: int = 0
     expert_layers: int = 0
     stream: int = 0  # numbers of the residual stream a token carries from layer to layer
+    probabilities: int = 0  # attention probabilities kept per pair of tokens and layer where no fused attention fits
+    fused_on_gpu: bool = True  # whether a GPU has a fused attention for this model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

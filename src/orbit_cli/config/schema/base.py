@@ -36,8 +36,11 @@ class ModelConfig:
     random: freshly initialised from model.architecture and model.init_seed, for tests and benchmarks."""
     path: str | None = None
     """Folder of the Hugging Face checkpoint; may already be quantised in the format of the quantization group."""
+    repository: str | None = None
+    """Where the checkpoint is published, as OWNER/NAME on the Hugging Face hub; told to whoever lacks model.path."""
     architecture: dict[str, Any] = field(default_factory=dict)
-    """source=random: model_type and the fields of its transformers config. source=checkpoint: must stay empty."""
+    """model_type and the fields of its config.json. source=random: what is built. source=checkpoint: the published
+    facts, with which `orbit plan` works before the files are here; a config.json at model.path must agree with them."""
     init_seed: int = 0
     """source=random: seed of the weights."""
     init_scale: float = 0.02
@@ -50,14 +53,9 @@ class ModelConfig:
     """Tokens that end a response; empty means the generation config's and the tokenizer's end-of-turn tokens."""
 
     def __post_init__(self) -> None:
-        if self.source is ModelSource.checkpoint and self.architecture:
+        if "model_type" not in self.architecture and (self.source is ModelSource.random or self.architecture):
             raise ConfigError(
-                "model.architecture is set but model.source=checkpoint reads the architecture from the checkpoint; "
-                "set model.source=random or leave model.architecture empty"
-            )
-        if self.source is ModelSource.random and "model_type" not in self.architecture:
-            raise ConfigError(
-                "model.source=random needs model.architecture.model_type, for example "
+                f"model.source={self.source} with model.architecture needs model.architecture.model_type, for example "
                 "model.architecture.model_type=llama"
             )
 

@@ -13,6 +13,7 @@ from orbit_cli.config.schema.learning import (
     RolloutConfig,
     TrainerConfig,
 )
+from orbit_cli.config.schema.memory import MemoryConfig
 from orbit_cli.config.schema.system import EngineConfig, HardwareConfig, LoggingConfig, RunConfig, SyncConfig
 from orbit_cli.errors import ConfigError
 
@@ -47,6 +48,8 @@ class OrbitConfig:
     """Publishing adapter versions and proving that they arrived."""
     hardware: HardwareConfig
     """The machine."""
+    memory: MemoryConfig
+    """Where base, adapter and caches lie."""
     logging: LoggingConfig
     """Mirrors and console."""
 

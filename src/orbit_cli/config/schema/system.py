@@ -108,6 +108,14 @@ class HardwareConfig:
     """cpu or cuda."""
     gpus: int = 0
     """GPUs used."""
+    memory_mib: int | None = None
+    """Memory of one GPU in MiB, as nvidia-smi shows it (device=cpu: of the machine); null: read from this machine."""
+    bandwidth_gb_s: float | None = None
+    """Memory bandwidth of one GPU in GB/s (1e9 bytes); null: unknown."""
+    link_gb_s: float | None = None
+    """Bandwidth of a GPU to the others in GB/s, both directions together (NVLink); null: it is alone, or unknown."""
+    host_gb_s: float | None = None
+    """Bandwidth of a GPU to the machine's memory in GB/s, one direction (PCIe); null: unknown."""
     threads: int | None = None
     """CPU threads of trainer and engine each (they take turns); null: all cores."""
 

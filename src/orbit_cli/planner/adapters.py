@@ -1,0 +1,95 @@
+"""How many numbers an adapter has, and where the layouts put them. No torch.
+
+OFT (2306.07280): a rotation of each linear's input, in blocks of b: K/b blocks of b(b-1)/2 trained numbers, multiplied as
+K/b blocks of b^2. LoRA (2106.09685): r (K + N) numbers for a linear of K inputs and N outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orbit_cli.config.schema.base import AdapterConfig, AdapterKind
+from orbit_cli.planner.shape import Category, ModelShape, Weight
+
+ROLES = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
+ROLES |= {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # DeepSeek V4's names
+ADAPTABLE = (Category.attention, Category.shared, Category.dense)
+# What engines multiply as one linear: slots exist for all of it as soon as one of it is adapted.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+ROW_PARALLEL = ("o_proj", "down_proj", "wo_b", "w2")  # their input is split over tensor-parallel ranks
+WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wkv")  # every rank has all of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """All adapted linears of one name and shape.
+
+    >>> Site(name="o_proj", inputs=8192, outputs=7168, linears=61, experts=False).trained(AdapterConfig())
+    7745536
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    linears: int
+    experts: bool  # of the routed experts
+
+    def trained(self, adapter: AdapterConfig) -> int:
+        """Numbers that the optimiser moves."""
+        if adapter.kind is AdapterKind.oft:
+            return self.linears * self.inputs * (adapter.block_size - 1) // 2
+        return self.linears * adapter.rank * (self.inputs + self.outputs)
+
+    def multiplied(self, adapter: AdapterConfig) -> int:
+        """Numbers that a forward pass multiplies by."""
+        if adapter.kind is AdapterKind.oft:
+            return self.linears * self.inputs * adapter.block_size
+        return self.trained(adapter)
+
+    def multiplied_on_rank(self, adapter: AdapterConfig, ranks: int) -> float:
+        """The share of `multiplied` that one of `ranks` tensor-parallel ranks holds."""
+        row = self.name in ROW_PARALLEL
+        if ranks == 1 or self.name in WHOLE:
+            return self.multiplied(adapter)
+        if adapter.kind is AdapterKind.oft:
+            return self.multiplied(adapter) / (ranks if row or self.name == "wo_a" else 1)
+        a, b = (adapter.rank * self.linears * size for size in (self.inputs, self.outputs))
+        return a / ranks + b if row else a + b / ranks
+
+
+def sites(shape: ModelShape, adapter: AdapterConfig) -> list[Site]:
+    """What `adapter` adapts in this model; names that match nothing are simply not there."""
+    found = [_site(w, adapter) for w in shape.weights if _is_target(w, adapter)]
+    return [site for site in found if site.linears]
+
+
+def served_sites(shape: ModelShape, adapter: AdapterConfig) -> list[Site]:
+    """As `sites`, with the linears that the engine fuses with adapted ones."""
+    names = set(adapter.targets)
+    for group in FUSED:
+        if names.intersection(group):
+            names.update(group)
+    weights = [w for w in shape.weights if w.category in ADAPTABLE and w.linear and w.name in names]
+    weights += [w for w in shape.weights if w.category is Category.experts and _is_target(w, adapter)]
+    return [_site(w, adapter, every_layer=True) for w in weights]
+
+
+def _is_target(weight: Weight, adapter: AdapterConfig) -> bool:
+    if not weight.linear:
+        return False
+    if weight.category is Category.experts:
+        return ROLES.get(weight.name) in adapter.expert_targets
+    return weight.category in ADAPTABLE and weight.name in adapter.targets
+
+
+def _site(weight: Weight, adapter: AdapterConfig, every_layer: bool = False) -> Site:
+    chosen = weight.layers
+    if adapter.layers and not every_layer:  # the engine has slots in all layers
+        chosen = tuple(layer for layer in weight.layers if layer in adapter.layers)
+    return Site(
+        name=weight.name,
+        inputs=weight.columns,
+        outputs=weight.rows // weight.groups,
+        linears=weight.per_layer * len(chosen) * weight.groups,
+        experts=weight.category is Category.experts,
+    )

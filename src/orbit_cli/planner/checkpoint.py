@@ -1,0 +1,90 @@
+"""The facts of the model that a config names: its published architecture, or the config.json of its checkpoint folder.
+
+Where both are there they must agree: a folder that is another model is told by the first field that differs. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from orbit_cli.config.schema.base import ModelConfig, ModelSource
+from orbit_cli.errors import CheckpointError, ConfigError
+from orbit_cli.planner.facts import Facts
+
+# Not compared: these say how files are written or read, and revisions of one model differ in them.
+_LOOSE = ("ignore", "transformers_version", "torch_dtype", "dtype")
+_MISSING = object()
+
+
+def facts_of(model: ModelConfig) -> Facts:
+    """Facts for planning. Raises ConfigError if there are none, CheckpointError for a folder that is another model."""
+    if model.source is ModelSource.checkpoint and model.path:
+        found = read_config(model)
+        check_same(model, found)
+        return Facts(found, f"{model.path}/config.json")
+    if not model.architecture:
+        raise ConfigError(
+            f"model={model.name} has neither model.path nor model.architecture, so there is nothing to plan with; set "
+            "model.path to a Hugging Face checkpoint folder"
+        )
+    return Facts(model.architecture, f"model.architecture of {model.name}")
+
+
+def read_config(model: ModelConfig) -> dict[str, Any]:
+    """config.json of the checkpoint folder. Raises CheckpointError if it is not there or is none."""
+    folder = Path(str(model.path)).expanduser()
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        what = "is no folder" if not folder.is_dir() else "has no config.json"
+        where = f"of {model.repository}" if model.repository else "in the Hugging Face format"
+        raise CheckpointError(f"model.path={model.path} {what}; set it to a checkpoint folder {where}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'config.json'} is not valid JSON ({error}); copy the file again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder / 'config.json'} holds no mapping; copy the file again")
+    return found
+
+
+def check_same(model: ModelConfig, found: Mapping[str, Any]) -> None:
+    """Raise CheckpointError naming the first field of the folder's config.json that differs from the published one."""
+    for path, wanted in _leaves(model.architecture, ""):
+        have = _at(found, path)
+        # A key that is absent is no difference: other versions of transformers write other keys.
+        if have is _MISSING or path.rpartition(".")[2] in _LOOSE or _equal(have, wanted):
+            continue
+        what = f"its config.json has {path}={have!r} where {model.name} has {wanted!r}"
+        published = f" (published as {model.repository})" if model.repository else ""
+        raise CheckpointError(
+            f"model.path={model.path} is not {model.name}: {what}; set model.path to a folder of {model.name}"
+            f"{published}, or plan and train this one with model=checkpoint"
+        )
+    if model.architecture and "model_type" not in found:
+        raise CheckpointError(f"{model.path}/config.json has no model_type, so it is no model's config; copy it again")
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value), model_type first: it says most."""
+    for key in sorted(values, key=lambda name: name != "model_type"):
+        path = f"{prefix}{key}"
+        if isinstance(values[key], Mapping):
+            yield from _leaves(values[key], f"{path}.")
+        else:
+            yield path, values[key]
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    node: Any = values
+    for part in path.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return _MISSING
+        node = node[part]
+    return node
+
+
+def _equal(have: Any, wanted: Any) -> bool:
+    both_numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (have, wanted))
+    return float(have) == float(wanted) if both_numbers else have == wanted

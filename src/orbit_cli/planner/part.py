@@ -1,0 +1,59 @@
+"""A part of a plan: a number of bytes with the formula that gave it. All figures of the planner are made of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+GB = 1e9
+GIB = 1 << 30
+
+
+class Side(StrEnum):
+    """Whose process holds it."""
+
+    trainer = "trainer"
+    engine = "engine"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Bytes on one GPU (or in the machine's memory, on a CPU) in one phase.
+
+    >>> Part(name="optimizer moments", side=Side.trainer, nbytes=8 * 496, formula="2 x 4 B x 496").key
+    'trainer/optimizer moments'
+    """
+
+    name: str
+    side: Side
+    nbytes: int
+    formula: str
+    certain: bool = False  # cannot be less, whatever the lengths turn out to be
+
+    @property
+    def key(self) -> str:
+        return f"{self.side}/{self.name}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in powers of 1000.
+
+    >>> size(95_730_000_000), size(31_000_000)
+    ('95.7 GB', '31.0 MB')
+    """
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes / 1e3:.0f} kB" if nbytes else "0"
+
+
+def count(number: float) -> str:
+    """A count for people.
+
+    >>> count(1_026_879_376_368), count(2_321_280), count(870)
+    ('1.027 T', '2.32 M', '870')
+    """
+    for unit, scale, digits in (("T", 1e12, 3), ("B", 1e9, 2), ("M", 1e6, 2)):
+        if number >= scale:
+            return f"{number / scale:.{digits}f} {unit}"
+    return f"{number:,.0f}"

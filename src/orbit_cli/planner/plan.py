@@ -1,0 +1,220 @@
+"""The plan: bytes by part, side and phase on the busiest GPU, whether they fit, and what limits.
+
+`make_plan` is all that commands need. It loads nothing and takes about a millisecond; the pieces are in training.py and
+serving.py, the model's facts in families.py, what to change in advice.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.config.schema.base import ComputeDtype
+from orbit_cli.config.schema.memory import Offload
+from orbit_cli.config.schema.system import Device
+from orbit_cli.planner.adapters import sites
+from orbit_cli.planner.checkpoint import facts_of
+from orbit_cli.planner.families import base_rules, published_rules, shape_of
+from orbit_cli.planner.layout import Layout, decide
+from orbit_cli.planner.lengths import Lengths, lengths
+from orbit_cli.planner.machine import host_memory
+from orbit_cli.planner.part import GIB, Part, Side, size
+from orbit_cli.planner.serving import Engine
+from orbit_cli.planner.shape import ModelShape
+from orbit_cli.planner.storage import Rules, total
+from orbit_cli.planner.training import Trainer
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """What a plan needs of the model; the same for every layout."""
+
+    shape: ModelShape
+    published: Rules
+    rules: Rules  # of the base that is used
+    checkpoint_bytes: int  # of the published files
+    base_bytes: int  # of the base that is used, as files
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """What lies on the busiest GPU during one phase."""
+
+    name: str  # "train" or "rollout"
+    parts: list[Part]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def of(self, side: Side) -> int:
+        return sum(part.nbytes for part in self.parts if part.side is side)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The whole answer."""
+
+    config: OrbitConfig
+    model: Model
+    layout: Layout
+    lengths: Lengths
+    memory: int | None  # bytes of one GPU (on a CPU: of the machine); None if unknown
+    budget: int | None  # of them, what a plan may use
+    phases: list[Phase]
+    cache_bytes_per_token: float  # on one GPU
+    adapter_parameters: int
+    limits: list[str] = field(default_factory=list)  # one sentence each; empty: it fits
+
+    @property
+    def fits(self) -> bool:
+        return not self.limits
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.nbytes)
+
+    @property
+    def certain_bytes(self) -> int:
+        """What no shorter prompt or smaller batch could save: base and adapter."""
+        return max(sum(part.nbytes for part in phase.parts if part.certain) for phase in self.phases)
+
+
+def read_model(config: OrbitConfig) -> Model:
+    """Facts of the config's model. Raises ConfigError or CheckpointError."""
+    facts = facts_of(config.model)
+    shape, published = shape_of(facts), published_rules(facts)
+    rules = base_rules(config.model.source, config.quantization, published)
+    return Model(
+        shape=shape,
+        published=published,
+        rules=rules,
+        checkpoint_bytes=total(shape, published).nbytes,
+        base_bytes=total(shape, rules).nbytes,
+    )
+
+
+def make_plan(config: OrbitConfig, *, model: Model | None = None, trains: bool = True) -> Plan:
+    """Plan a config; `trains` is false for commands that only sample. Raises ConfigError or CheckpointError."""
+    model = model or read_model(config)
+    on_gpu = config.hardware.device is Device.cuda
+    memory = config.hardware.memory_mib * MIB if config.hardware.memory_mib else None if on_gpu else host_memory()
+    layout = decide(config, model.shape, model.base_bytes, memory)
+    counted = lengths(config, layout.trainer_gpus if trains else 1)
+    shared = {
+        "config": config,
+        "shape": model.shape,
+        "rules": model.rules,
+        "layout": layout,
+        "lengths": counted,
+        "dtype_bytes": dtype_bytes(config),
+    }
+    trainer, engine = Trainer(**shared), Engine(**shared, memory=memory)
+    plan = Plan(
+        config=config,
+        model=model,
+        layout=layout,
+        lengths=counted,
+        memory=memory,
+        budget=round(memory * (1 - config.memory.headroom)) if memory else None,
+        phases=_phases(config, layout, trainer, engine, trains),
+        cache_bytes_per_token=engine.token_bytes()[0],
+        adapter_parameters=sum(site.trained(config.adapter) for site in sites(model.shape, config.adapter)),
+    )
+    plan.limits.extend(_limits(plan, engine))
+    return plan
+
+
+def dtype_bytes(config: OrbitConfig) -> int:
+    """Bytes of one activation: float32 on a CPU and bfloat16 on a GPU, unless model.dtype says otherwise."""
+    if config.model.dtype is ComputeDtype.auto:
+        return 2 if config.hardware.device is Device.cuda else 4
+    return 4 if config.model.dtype is ComputeDtype.float32 else 2
+
+
+def _phases(config: OrbitConfig, layout: Layout, trainer: Trainer, engine: Engine, trains: bool) -> list[Phase]:
+    runtime = _runtime(config, layout)
+    served = [*engine.resident(), runtime[Side.engine]]
+    if not trains:
+        return [Phase(name="rollout", parts=[*served, *engine.transient()])]
+    trained = [*trainer.resident(), runtime[Side.trainer]]
+    if not layout.colocated:
+        return [
+            Phase(name="train", parts=[*trained, *trainer.transient()]),
+            Phase(name="rollout", parts=[*served, *engine.transient()]),
+        ]
+    if config.memory.shared_base:
+        served = [*engine.resident(with_base=False), runtime[Side.engine]]
+    waiting_trainer, waiting_engine = trained, served
+    if config.memory.offload is Offload.swap:
+        waiting_trainer = [part for part in trained if not part.name.startswith("base")]
+        waiting_engine = [part for part in served if not part.name.startswith(("base", "KV cache"))]
+    return [
+        Phase(name="train", parts=[*trained, *trainer.transient(), *waiting_engine]),
+        Phase(name="rollout", parts=[*waiting_trainer, *served, *engine.transient()]),
+    ]
+
+
+def _runtime(config: OrbitConfig, layout: Layout) -> dict[Side, Part]:
+    """What each side's process needs before it holds anything of the model."""
+    want = config.memory
+    if layout.on_gpu:
+        return {
+            side: Part(
+                name="CUDA context",
+                side=side,
+                nbytes=round(want.context_gib * GIB),
+                formula=f"memory.context_gib={want.context_gib:g} per process",
+            )
+            for side in Side
+        }
+    hosts = {Side.trainer: "trainer_host_gib", Side.engine: "engine_host_gib"}
+    return {
+        side: Part(
+            name="libraries",
+            side=side,
+            nbytes=round(getattr(want, key) * GIB),
+            formula=f"memory.{key}={getattr(want, key):g}",
+        )
+        for side, key in hosts.items()
+    }
+
+
+def _limits(plan: Plan, engine: Engine) -> list[str]:
+    """Everything that stands in the way, one sentence each, the first the most important."""
+    found = []
+    where = "each GPU" if plan.layout.on_gpu else "this machine"
+    for phase in sorted(plan.phases, key=lambda phase: -phase.nbytes):
+        if plan.budget is not None and phase.nbytes > plan.budget:
+            largest = max(phase.parts, key=lambda part: part.nbytes)
+            found.append(
+                f"{phase.name} needs {size(phase.nbytes)} on {where}, which has {size(plan.budget)} to use "
+                f"({size(phase.nbytes - plan.budget)} too little); the largest part is the {largest.side}'s "
+                f"{largest.name}, {size(largest.nbytes)}"
+            )
+    config, counted = plan.config, plan.lengths
+    pool = config.engine.max_total_tokens
+    if pool is not None and pool < counted.longest:
+        found.append(
+            f"engine.max_total_tokens={pool:,} holds no whole sequence of {counted.longest:,} tokens "
+            "(rollout.max_prompt_tokens + max_new_tokens)"
+        )
+    if plan.layout.on_gpu and plan.memory:
+        static = sum(
+            part.nbytes
+            for part in (*engine.resident(),)
+            if part.name != "CUDA graphs"  # captured later, beside the reserved share
+        )
+        share = plan.memory * config.engine.mem_fraction_static
+        if static > share * 1.001:
+            found.append(
+                f"the engine's base, slots and cache take {size(static)}, more than "
+                f"engine.mem_fraction_static={config.engine.mem_fraction_static:g} of a GPU ({size(share)})"
+            )
+    if plan.model.shape.longest and counted.longest > plan.model.shape.longest:
+        found.append(
+            f"sequences of {counted.longest:,} tokens are longer than the model's {plan.model.shape.longest:,} positions"
+        )
+    return found

@@ -1,0 +1,174 @@
+"""The engine's share of a plan: base, adapter slots, key-value cache, graphs, prefill. No torch.
+
+Counts what SGLang 0.5.17 does under orbit_cli.engine: it reserves mem_fraction_static of a GPU for base, slots and cache
+unless engine.max_total_tokens bounds the cache; our plugin holds engine.live_versions + 1 slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.config.schema.memory import EngineLayout
+from orbit_cli.engine.arguments import CPU_TOKENS
+from orbit_cli.planner.adapters import served_sites
+from orbit_cli.planner.layout import Layout
+from orbit_cli.planner.lengths import Lengths
+from orbit_cli.planner.part import GIB, Part, Side, count
+from orbit_cli.planner.shape import Category, ModelShape
+from orbit_cli.planner.storage import Rules, held_bytes
+from orbit_cli.planner.training import base_part
+
+PREFILL_TOKENS = 8192  # SGLang's chunked_prefill_size; engine.extra.chunked_prefill_size overrides it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """What the engine's parts depend on."""
+
+    config: OrbitConfig
+    shape: ModelShape
+    rules: Rules
+    layout: Layout
+    lengths: Lengths
+    dtype_bytes: int
+    memory: int | None  # bytes of one GPU
+
+    def resident(self, with_base: bool = True) -> list[Part]:
+        """What the engine holds from its start to its end; `with_base` is off where it reads the trainer's copy."""
+        base, slots = self.base(), self.slots()
+        held = sum(part.nbytes for part in (*base, *slots))
+        parts = [*(base if with_base else []), *slots, *self.cache(held), *self.graphs()]
+        return [part for part in parts if part.nbytes]
+
+    def base(self) -> list[Part]:
+        """The frozen base by category. On a CPU the plugin also keeps quantised linears decoded; experts stay packed."""
+        parts = []
+        for category in Category:
+            weights = self.shape.of(category)
+            if not weights or category is Category.mtp:
+                continue
+            nbytes, extra = sum(held_bytes(w, self.rules, self.dtype_bytes) for w in weights), ""
+            if not self.layout.on_gpu and category is not Category.experts:
+                decoded = sum(w.parameters for w in weights if self.rules.format_of(w)) * self.dtype_bytes
+                nbytes += decoded
+                extra = f", of them {decoded / 1e6:.1f} MB decoded for the CPU" if decoded else ""
+            share = self.layout.engine_share(category)
+            parts.append(
+                base_part(Side.engine, category, nbytes, sum(w.parameters for w in weights), share, extra)
+            )
+        return parts
+
+    def slots(self) -> list[Part]:
+        """Adapter slots: live versions and the base's own, in the activations' dtype."""
+        adapter, total = self.config.adapter, 0.0
+        count_slots = self.config.engine.live_versions + 1
+        ranks = self.layout.engine_gpus
+        for site in served_sites(self.shape, adapter):
+            if self.layout.engine is EngineLayout.tensor_parallel:
+                total += site.multiplied_on_rank(adapter, ranks)
+            elif self.layout.engine is EngineLayout.expert_parallel and site.experts:
+                total += site.multiplied(adapter) / ranks
+            else:
+                total += site.multiplied(adapter)
+        numbers = round(total)
+        return [
+            Part(
+                name="adapter slots",
+                side=Side.engine,
+                nbytes=numbers * count_slots * self.dtype_bytes,
+                formula=f"{count_slots} slots (engine.live_versions + base) x {count(numbers)} numbers x "
+                f"{self.dtype_bytes} B",
+                certain=True,
+            )
+        ]
+
+    def cache(self, held: int) -> list[Part]:
+        """The key-value cache of one GPU."""
+        each, why = self.token_bytes()
+        tokens = self.config.engine.max_total_tokens
+        if not self.layout.on_gpu:
+            pool = tokens or CPU_TOKENS
+            touched = min(pool, self.lengths.sampled)
+            return [
+                Part(
+                    name="KV cache",
+                    side=Side.engine,
+                    nbytes=round(touched * each),
+                    formula=f"{touched:,} tokens touched of {pool:,} x {each:,.0f} B ({why})",
+                )
+            ]
+        state = self.shape.cache.sequence_bytes * (self.config.engine.max_running_requests + 2)
+        if tokens is None:
+            return [*self._state(state), self._open_cache(held + state, each, why)]
+        part = Part(
+            name="KV cache",
+            side=Side.engine,
+            nbytes=round(tokens * each),
+            formula=f"engine.max_total_tokens={tokens:,} x {each:,.0f} B ({why})",
+        )
+        return [*self._state(state), part]
+
+    def _state(self, nbytes: int) -> list[Part]:
+        each, running = self.shape.cache.sequence_bytes, self.config.engine.max_running_requests
+        formula = f"(engine.max_running_requests={running} + 2) x {each:,} B of compression state"
+        return [Part(name="state of running sequences", side=Side.engine, nbytes=nbytes, formula=formula)]
+
+    def _open_cache(self, held: int, each: float, why: str) -> Part:
+        """Without engine.max_total_tokens SGLang takes its whole share of the GPU."""
+        fraction, need = self.config.engine.mem_fraction_static, self.lengths.in_flight * each
+        share = (self.memory or 0) * fraction
+        nbytes = max(share - held, need) if self.memory else need
+        return Part(
+            name="KV cache",
+            side=Side.engine,
+            nbytes=round(nbytes),
+            formula=f"engine.max_total_tokens is not set: {fraction:g} of the GPU less base and slots, "
+            f"{count(nbytes / each)} tokens x {each:,.0f} B ({why})",
+        )
+
+    def token_bytes(self) -> tuple[float, str]:
+        """Bytes that one token takes in one GPU's cache, and how they come about."""
+        cache = self.shape.cache
+        if cache.packed_bytes:
+            packed = cache.packed_bytes + cache.window_bytes
+            return packed, f"{cache.formula} = {cache.packed_bytes:,.0f} B, {cache.window_bytes:,.0f} B window"
+        ranks = self.layout.engine_gpus if self.layout.engine is EngineLayout.tensor_parallel else 1
+        split = min(ranks, cache.heads)
+        shared = f" / {split} GPUs" if split > 1 else ", on every GPU" if ranks > 1 else ""
+        return cache.elements * self.dtype_bytes / split, f"{cache.formula} x {self.dtype_bytes} B{shared}"
+
+    def graphs(self) -> list[Part]:
+        """CUDA graphs and workspaces."""
+        if not self.layout.on_gpu or not self.config.engine.cuda_graph_max_bs:
+            return []
+        gib = self.config.memory.graphs_gib
+        formula = f"memory.graphs_gib={gib:g}, for batches up to {self.config.engine.cuda_graph_max_bs}"
+        return [Part(name="CUDA graphs", side=Side.engine, nbytes=round(gib * GIB), formula=formula)]
+
+    def transient(self) -> list[Part]:
+        """What exists only while sampling: activations of one prefill chunk, and logits of the running batch."""
+        chunk = min(int(self.config.engine.extra.get("chunked_prefill_size") or PREFILL_TOKENS), self.lengths.in_flight)
+        a, size = self.shape.activations, self.dtype_bytes
+        inner = max((n for kind in (a.dense, a.experts) for _, n, b in kind if not b), default=0)
+        if self.layout.engine is EngineLayout.tensor_parallel:
+            inner //= self.layout.engine_gpus
+        per_token = 6 * a.stream + inner
+        logits = self.lengths.running * self.shape.vocabulary * 4 * 3
+        return [
+            Part(
+                name="prefill and sampling",
+                side=Side.engine,
+                nbytes=chunk * per_token * size + logits,
+                formula=f"{chunk:,} tokens x (6 x {a.stream:,} + {inner:,}) x {size} B + logits {self.lengths.running} x "
+                f"{self.shape.vocabulary:,} x 12 B",
+            )
+        ]
+
+
+def needed_tokens(engine: Engine) -> int:
+    """Smallest cache, rounded up, in which everything in flight fits at full length: a value for max_total_tokens."""
+    page = 4096
+    return -(-engine.lengths.in_flight // page) * page
+
+
