@@ -33,13 +33,12 @@ def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
     prompt, response, group = r.max_prompt_tokens, r.max_new_tokens * config.environment.max_turns, r.group_size
     samples = r.prompts_per_step * group
     mine = max(1, math.ceil(math.ceil(r.prompts_per_step / t.minibatches) * group / ranks))
-    best = (0, 0, 0)
-    step = max(1, prompt // 512)
-    for length in {prompt, *range(1, prompt + 1, step)}:
-        fitting = min(mine, max(1, t.micro_batch_tokens // (length + response)))
-        tokens = math.ceil(fitting / group) * length + fitting * response
-        best = max(best, (tokens, fitting, length))
-    tokens, fitting, length = best
+    most = max(1, min(mine, t.micro_batch_tokens // (1 + response)))
+    outcomes = []
+    for fitting in range(1, most + 1, max(1, most // 256)):  # the longest prompts with which so many samples fit
+        length = min(prompt, max(1, t.micro_batch_tokens // fitting - response)) if fitting > 1 else prompt
+        outcomes.append((math.ceil(fitting / group) * length + fitting * response, fitting, length))
+    tokens, fitting, length = max(outcomes)
     running = min(config.engine.max_running_requests, samples)
     evaluations = 2 + (t.steps // e.every if e.every else 0)
     eval_response = (e.max_new_tokens or r.max_new_tokens) * config.environment.max_turns

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 GB = 1e9
 GIB = 1 << 30
+BASE = "base: "  # begins the names of the base's parts
 
 
 class Side(StrEnum):

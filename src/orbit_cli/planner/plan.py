@@ -13,29 +13,15 @@ from orbit_cli.config.schema.base import ComputeDtype
 from orbit_cli.config.schema.memory import Offload
 from orbit_cli.config.schema.system import Device
 from orbit_cli.planner.adapters import sites
-from orbit_cli.planner.checkpoint import facts_of
-from orbit_cli.planner.families import base_rules, published_rules, shape_of
 from orbit_cli.planner.layout import Layout, decide
 from orbit_cli.planner.lengths import Lengths, lengths
 from orbit_cli.planner.machine import host_memory
-from orbit_cli.planner.part import GIB, Part, Side, size
+from orbit_cli.planner.model import Model, read_model
+from orbit_cli.planner.part import BASE, GIB, Part, Side, size
 from orbit_cli.planner.serving import Engine
-from orbit_cli.planner.shape import ModelShape
-from orbit_cli.planner.storage import Rules, total
 from orbit_cli.planner.training import Trainer
 
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """What a plan needs of the model; the same for every layout."""
-
-    shape: ModelShape
-    published: Rules
-    rules: Rules  # of the base that is used
-    checkpoint_bytes: int  # of the published files
-    base_bytes: int  # of the base that is used, as files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,20 +68,6 @@ class Plan:
         return max(sum(part.nbytes for part in phase.parts if part.certain) for phase in self.phases)
 
 
-def read_model(config: OrbitConfig) -> Model:
-    """Facts of the config's model. Raises ConfigError or CheckpointError."""
-    facts = facts_of(config.model)
-    shape, published = shape_of(facts), published_rules(facts)
-    rules = base_rules(config.model.source, config.quantization, published)
-    return Model(
-        shape=shape,
-        published=published,
-        rules=rules,
-        checkpoint_bytes=total(shape, published).nbytes,
-        base_bytes=total(shape, rules).nbytes,
-    )
-
-
 def make_plan(config: OrbitConfig, *, model: Model | None = None, trains: bool = True) -> Plan:
     """Plan a config; `trains` is false for commands that only sample. Raises ConfigError or CheckpointError."""
     model = model or read_model(config)
@@ -105,8 +77,7 @@ def make_plan(config: OrbitConfig, *, model: Model | None = None, trains: bool =
     counted = lengths(config, layout.trainer_gpus if trains else 1)
     shared = {
         "config": config,
-        "shape": model.shape,
-        "rules": model.rules,
+        "model": model,
         "layout": layout,
         "lengths": counted,
         "dtype_bytes": dtype_bytes(config),
@@ -149,8 +120,8 @@ def _phases(config: OrbitConfig, layout: Layout, trainer: Trainer, engine: Engin
         served = [*engine.resident(with_base=False), runtime[Side.engine]]
     waiting_trainer, waiting_engine = trained, served
     if config.memory.offload is Offload.swap:
-        waiting_trainer = [part for part in trained if not part.name.startswith("base")]
-        waiting_engine = [part for part in served if not part.name.startswith(("base", "KV cache"))]
+        waiting_trainer = [part for part in trained if not part.name.startswith(BASE)]
+        waiting_engine = [part for part in served if not part.name.startswith((BASE, "KV cache"))]
     return [
         Phase(name="train", parts=[*trained, *trainer.transient(), *waiting_engine]),
         Phase(name="rollout", parts=[*waiting_trainer, *served, *engine.transient()]),
@@ -204,7 +175,7 @@ def _limits(plan: Plan, engine: Engine) -> list[str]:
     if plan.layout.on_gpu and plan.memory:
         static = sum(
             part.nbytes
-            for part in (*engine.resident(),)
+            for part in engine.resident()
             if part.name != "CUDA graphs"  # captured later, beside the reserved share
         )
         share = plan.memory * config.engine.mem_fraction_static

@@ -14,9 +14,9 @@ from orbit_cli.engine.arguments import CPU_TOKENS
 from orbit_cli.planner.adapters import served_sites
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
-from orbit_cli.planner.part import GIB, Part, Side, count
+from orbit_cli.planner.model import Model
+from orbit_cli.planner.part import GIB, Part, Side, count, size
 from orbit_cli.planner.shape import Category, ModelShape
-from orbit_cli.planner.storage import Rules, held_bytes
 from orbit_cli.planner.training import base_part
 
 PREFILL_TOKENS = 8192  # SGLang's chunked_prefill_size; engine.extra.chunked_prefill_size overrides it
@@ -27,12 +27,15 @@ class Engine:
     """What the engine's parts depend on."""
 
     config: OrbitConfig
-    shape: ModelShape
-    rules: Rules
+    model: Model
     layout: Layout
     lengths: Lengths
     dtype_bytes: int
     memory: int | None  # bytes of one GPU
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.model.shape
 
     def resident(self, with_base: bool = True) -> list[Part]:
         """What the engine holds from its start to its end; `with_base` is off where it reads the trainer's copy."""
@@ -44,19 +47,12 @@ class Engine:
     def base(self) -> list[Part]:
         """The frozen base by category. On a CPU the plugin also keeps quantised linears decoded; experts stay packed."""
         parts = []
-        for category in Category:
-            weights = self.shape.of(category)
-            if not weights or category is Category.mtp:
-                continue
-            nbytes, extra = sum(held_bytes(w, self.rules, self.dtype_bytes) for w in weights), ""
-            if not self.layout.on_gpu and category is not Category.experts:
-                decoded = sum(w.parameters for w in weights if self.rules.format_of(w)) * self.dtype_bytes
-                nbytes += decoded
-                extra = f", of them {decoded / 1e6:.1f} MB decoded for the CPU" if decoded else ""
-            share = self.layout.engine_share(category)
-            parts.append(
-                base_part(Side.engine, category, nbytes, sum(w.parameters for w in weights), share, extra)
-            )
+        for held in self.model.held:
+            nbytes, extra = held.nbytes(self.dtype_bytes), ""
+            decoded = held.quantised * self.dtype_bytes
+            if not self.layout.on_gpu and decoded and held.category is not Category.experts:
+                nbytes, extra = nbytes + decoded, f", of them {size(decoded)} decoded for the CPU"
+            parts.append(base_part(Side.engine, held, nbytes, self.layout.engine_share(held.category), extra))
         return parts
 
     def slots(self) -> list[Part]:
@@ -149,7 +145,7 @@ class Engine:
     def transient(self) -> list[Part]:
         """What exists only while sampling: activations of one prefill chunk, and logits of the running batch."""
         chunk = min(int(self.config.engine.extra.get("chunked_prefill_size") or PREFILL_TOKENS), self.lengths.in_flight)
-        a, size = self.shape.activations, self.dtype_bytes
+        a, each = self.shape.activations, self.dtype_bytes
         inner = max((n for kind in (a.dense, a.experts) for _, n, b in kind if not b), default=0)
         if self.layout.engine is EngineLayout.tensor_parallel:
             inner //= self.layout.engine_gpus
@@ -159,8 +155,8 @@ class Engine:
             Part(
                 name="prefill and sampling",
                 side=Side.engine,
-                nbytes=chunk * per_token * size + logits,
-                formula=f"{chunk:,} tokens x (6 x {a.stream:,} + {inner:,}) x {size} B + logits {self.lengths.running} x "
+                nbytes=chunk * per_token * each + logits,
+                formula=f"{chunk:,} tokens x (6 x {a.stream:,} + {inner:,}) x {each} B + logits {self.lengths.running} x "
                 f"{self.shape.vocabulary:,} x 12 B",
             )
         ]

@@ -15,7 +15,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from orbit_cli.planner.shape import ModelShape, Plain, Weight
+from orbit_cli.planner.shape import Category, ModelShape, Plain, Weight
 
 GROUP = {"int4": 32, "mxfp4": 32, "nvfp4": 16, "fp8": 1}
 _PLAIN_BYTES = {Plain.bf16: 2, Plain.f32: 4, Plain.i64: 8}
@@ -96,13 +96,62 @@ def total(shape: ModelShape, rules: Rules) -> Stored:
     return sum((stored(weight, rules) for weight in shape.weights), start=Stored())
 
 
-def held_bytes(weight: Weight, rules: Rules, plain_bytes: int) -> int:
-    """Bytes of a weight in memory: quantised as it is stored, the rest in `plain_bytes` per number (FP32 stays)."""
-    if rules.format_of(weight):
-        return stored(weight, rules).nbytes
-    if weight.plain is Plain.bf16:
-        return weight.parameters * plain_bytes
-    return weight.parameters * _PLAIN_BYTES[weight.plain]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """One category of the base in memory; counted once for a model and used for every layout."""
+
+    category: Category
+    parameters: int
+    quantised: int  # of these, stored in a number format
+    quantised_bytes: int  # with scales
+    plain: int  # numbers that take the dtype of the activations
+    fixed_bytes: int  # float32 and integer tensors, which stay as they are
+
+    def nbytes(self, plain_bytes: int) -> int:
+        """Bytes with `plain_bytes` for each number that no format stores."""
+        return self.quantised_bytes + self.plain * plain_bytes + self.fixed_bytes
+
+
+def held_by_category(shape: ModelShape, rules: Rules) -> tuple[Held, ...]:
+    """Every category of the model in memory. Blocks that only predict ahead are not loaded."""
+    found = []
+    for category in Category:
+        weights = shape.of(category)
+        if not weights or category is Category.mtp:
+            continue
+        coded = [w for w in weights if rules.format_of(w)]
+        rest = [w for w in weights if not rules.format_of(w)]
+        found.append(
+            Held(
+                category=category,
+                parameters=sum(w.parameters for w in weights),
+                quantised=sum(w.parameters for w in coded),
+                quantised_bytes=sum(stored(w, rules).nbytes for w in coded),
+                plain=sum(w.parameters for w in rest if w.plain is Plain.bf16),
+                fixed_bytes=sum(w.parameters * _PLAIN_BYTES[w.plain] for w in rest if w.plain is not Plain.bf16),
+            )
+        )
+    return tuple(found)
+
+
+def widest_decoded(shape: ModelShape, rules: Rules) -> tuple[int, str]:
+    """Numbers and name of the largest weight that is decoded at a time; gate and up of an expert go together."""
+    widest = (0, "no quantised weight")
+    for w in shape.weights:
+        if w.category is not Category.mtp and rules.format_of(w):
+            pair = w.category is Category.experts and w.name in ("gate_proj", "w1")
+            widest = max(widest, (w.rows * w.columns * (2 if pair else 1), w.name))
+    return widest
+
+
+def largest_unit(shape: ModelShape, rules: Rules, ranks: int) -> int:
+    """Bytes of the largest thing that a fully sharded base gathers: a weight, or 1/ranks of a layer's experts."""
+    sizes = []
+    for w in shape.weights:
+        if w.category is not Category.mtp:
+            per_layer = stored(w, rules).nbytes // max(len(w.layers), 1)
+            sizes.append(per_layer // ranks if w.category is Category.experts else per_layer)
+    return max(sizes)
 
 
 def _matches(entry: str, path: str, parts: list[str]) -> bool:

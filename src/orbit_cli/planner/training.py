@@ -15,9 +15,10 @@ from orbit_cli.config.schema.memory import TrainerLayout
 from orbit_cli.planner.adapters import sites
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
-from orbit_cli.planner.part import Part, Side, count
+from orbit_cli.planner.model import Model
+from orbit_cli.planner.part import BASE, Part, Side, count
 from orbit_cli.planner.shape import Category, ModelShape
-from orbit_cli.planner.storage import Rules, held_bytes
+from orbit_cli.planner.storage import Held, largest_unit
 
 SERIES_CHUNK = {True: 1 << 24, False: 1 << 18}  # numbers of rotations built at a time: adapters/parts.py, GPU and CPU
 LOGIT_COPIES = 3  # log-probs, their exponential and the product of both exist together
@@ -28,11 +29,14 @@ class Trainer:
     """What the trainer's parts depend on."""
 
     config: OrbitConfig
-    shape: ModelShape
-    rules: Rules
+    model: Model
     layout: Layout
     lengths: Lengths
     dtype_bytes: int  # of activations and of what no number format stores
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.model.shape
 
     def resident(self) -> list[Part]:
         """What lies there in every phase."""
@@ -40,21 +44,10 @@ class Trainer:
 
     def base(self) -> list[Part]:
         """The frozen base by category; multi-token prediction is not loaded."""
-        parts = []
-        for category in Category:
-            weights = self.shape.of(category)
-            if not weights or category is Category.mtp:
-                continue
-            parts.append(
-                base_part(
-                    Side.trainer,
-                    category,
-                    sum(held_bytes(w, self.rules, self.dtype_bytes) for w in weights),
-                    sum(w.parameters for w in weights),
-                    self.layout.trainer_share(category),
-                )
-            )
-        return parts
+        return [
+            base_part(Side.trainer, held, held.nbytes(self.dtype_bytes), self.layout.trainer_share(held.category))
+            for held in self.model.held
+        ]
 
     def adapter(self) -> list[Part]:
         """Adapter, gradients, master weights and moments on one GPU."""
@@ -141,13 +134,7 @@ class Trainer:
 
     def decoded(self) -> Part:
         """The largest weight that is decoded at a time: its float32 form, the codes, and the compute dtype's copy."""
-        widest, name = 0, "no quantised weight"
-        for w in self.shape.weights:
-            if w.category is Category.mtp or not self.rules.format_of(w):
-                continue
-            expert_pair = w.category is Category.experts and w.name in ("gate_proj", "w1")
-            size = w.rows * w.columns * (2 if expert_pair else 1)  # gate and up of an expert are decoded together
-            widest, name = max((widest, name), (size, w.name))
+        widest, name = self.model.widest
         each = 5 + (2 if self.dtype_bytes == 2 else 0)
         return Part(
             name="decoded weight",
@@ -174,19 +161,11 @@ class Trainer:
         """Fully sharded: the largest unit that is gathered, a weight or one GPU's share of a layer's experts."""
         if self.layout.trainer is not TrainerLayout.sharded or self.layout.trainer_gpus == 1:
             return Part(name="gathered weights", side=Side.trainer, nbytes=0, formula="")
-        units = [
-            held_bytes(w, self.rules, self.dtype_bytes) // max(len(w.layers), 1)
-            for w in self.shape.weights
-            if w.category not in (Category.mtp, Category.experts)
-        ]
-        units += [
-            held_bytes(w, self.rules, self.dtype_bytes) // len(w.layers) // self.layout.trainer_gpus
-            for w in self.shape.of(Category.experts)
-        ]
+        unit = largest_unit(self.shape, self.model.rules, self.layout.trainer_gpus)
         return Part(
             name="gathered weights",
             side=Side.trainer,
-            nbytes=2 * max(units),
+            nbytes=2 * unit,
             formula="2 x the largest weight of a layer (experts in chunks): one in use, one on its way",
         )
 
@@ -203,14 +182,13 @@ class Trainer:
         )
 
 
-def base_part(side: Side, category: Category, nbytes: int, parameters: int, share: float, extra: str = "") -> Part:
+def base_part(side: Side, held: Held, nbytes: int, share: float, extra: str = "") -> Part:
     """One category of the base on one GPU."""
-    bits = 8 * nbytes / parameters
     split = f" / {round(1 / share)} GPUs" if share < 1 else ""
     return Part(
-        name=f"base: {category}",
+        name=f"{BASE}{held.category}",
         side=side,
         nbytes=round(nbytes * share),
-        formula=f"{count(parameters)} weights x {bits:.2f} bit{split}{extra}",
+        formula=f"{count(held.parameters)} weights x {8 * nbytes / held.parameters:.2f} bit{split}{extra}",
         certain=True,
     )

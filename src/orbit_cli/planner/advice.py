@@ -1,0 +1,266 @@
+"""What to change: the nearest config that fits, the longest response, the largest batch. Each is tried, never guessed.
+
+Changes are tried from the least to the most intrusive: alone, then together, and what turns out not to be needed is left
+out again. Larger hardware comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import yaml
+
+from orbit_cli.config.locate import conf_dir, group_options
+from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.config.schema.base import AdapterKind, NumberFormat
+from orbit_cli.config.schema.memory import EngineLayout, Offload, TrainerLayout
+from orbit_cli.config.schema.system import Device, HardwareConfig
+from orbit_cli.errors import ConfigError
+from orbit_cli.planner.model import read_model
+from orbit_cli.planner.plan import Plan, make_plan
+
+PAGE = 4096  # caches are suggested in multiples of this many tokens
+SMALL_BLOCK, SMALL_RANK, SHORT_CHUNK, FEW_RUNNING = 16, 8, 128, 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Overrides that belong together, with what they do.
+
+    >>> Change(values={"memory.shared_base": True}, why="one copy of the base").overrides
+    ['memory.shared_base=true']
+    """
+
+    values: dict[str, Any]  # "section.field" -> value; "hardware" and "quantization" name a group's option
+    why: str
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{key}={_shown(value)}" for key, value in self.values.items()]
+
+
+def nearest_fit(plan: Plan, *, trains: bool = True) -> list[Change]:
+    """The fewest, least intrusive changes with which the plan fits; empty if it fits already or nothing helps."""
+    if plan.fits:
+        return []
+    options = list(changes(plan))
+    found = _fitting(plan, options, trains)
+    if found:
+        return found
+    for name, hardware in larger_hardware(plan):
+        moved = Change(values={"hardware": name}, why=f"{hardware.gpus} x {hardware.memory_mib:,} MiB")
+        on_larger = _apply(plan.config, [moved])
+        if on_larger is None:
+            continue
+        there = _plan(plan, on_larger, trains)
+        if there is None:
+            continue
+        if there.fits:
+            return [moved]
+        more = _fitting(there, list(changes(there)), trains)
+        if more:
+            return [moved, *more]
+    return []
+
+
+def changes(plan: Plan) -> Iterator[Change]:
+    """Everything that could make this plan smaller, the least intrusive first."""
+    config, counted = plan.config, plan.lengths
+    on_gpu, gpus = config.hardware.device is Device.cuda, max(config.hardware.gpus, 1)
+    needed = _pages(counted.in_flight)
+    pool = config.engine.max_total_tokens
+    if pool is not None and pool < counted.longest:
+        yield Change(values={"engine.max_total_tokens": needed}, why="a cache that holds a whole sequence")
+    elif (on_gpu and pool is None) or (pool or 0) > needed:
+        yield Change(values={"engine.max_total_tokens": needed}, why="a cache for what is in flight and no more")
+    if not config.trainer.activation_checkpointing:
+        yield Change(values={"trainer.activation_checkpointing": True}, why="recompute activations")
+    if config.trainer.micro_batch_tokens > counted.longest:
+        yield Change(values={"trainer.micro_batch_tokens": counted.longest}, why="one sequence per micro-batch")
+    if config.trainer.logprob_chunk_tokens > SHORT_CHUNK:
+        yield Change(values={"trainer.logprob_chunk_tokens": SHORT_CHUNK}, why="fewer logits at a time")
+    if config.engine.mem_fraction_static < 0.9:
+        yield Change(values={"engine.mem_fraction_static": 0.9}, why="let the engine reserve more of the GPU")
+    if counted.running > FEW_RUNNING and (pool or counted.in_flight) > FEW_RUNNING * counted.longest:
+        fewer = {"engine.max_running_requests": FEW_RUNNING}
+        fewer["engine.max_total_tokens"] = _pages(FEW_RUNNING * counted.longest)
+        yield Change(values=fewer, why="fewer tokens in flight")
+    yield from _smaller_adapters(plan)
+    if on_gpu and gpus > 1 and config.engine.tensor_parallel < gpus:
+        yield Change(values={"engine.tensor_parallel": gpus}, why="the engine on all GPUs")
+    yield from _smaller_base(plan)
+    yield from _layouts(plan, gpus)
+    turns = config.environment.max_turns
+    if config.rollout.max_new_tokens > 1024 * turns:
+        yield Change(values={"rollout.max_new_tokens": 1024}, why="shorter responses")
+
+
+def longest_response(plan: Plan, *, trains: bool = True) -> int:
+    """Largest rollout.max_new_tokens with which the plan fits, all else equal; 0 if not even 1 does."""
+    most = (plan.model.shape.longest or 1 << 20) - plan.config.rollout.max_prompt_tokens
+    return _largest(plan, "rollout.max_new_tokens", max(most, 1), trains)
+
+
+def largest_micro_batch(plan: Plan) -> int:
+    """Largest trainer.micro_batch_tokens with which the plan fits, up to a whole step; 0 if none does."""
+    return _largest(plan, "trainer.micro_batch_tokens", plan.lengths.samples * plan.lengths.longest, True)
+
+
+def sequences_at_once(plan: Plan) -> int:
+    """Sequences of full length that the cache of one GPU would hold if it took what is left; 0 if nothing is."""
+    if plan.budget is None or not plan.cache_bytes_per_token:
+        return 0
+    phase = next(phase for phase in plan.phases if phase.name == "rollout")
+    kept = sum(part.nbytes for part in phase.parts if part.name != "KV cache")
+    return max(int((plan.budget - kept) / plan.cache_bytes_per_token) // plan.lengths.longest, 0)
+
+
+def larger_hardware(plan: Plan) -> list[tuple[str, HardwareConfig]]:
+    """Machines of conf/hardware with more memory than this plan's, the smallest first."""
+    have = (plan.memory or 0) * max(plan.config.hardware.gpus, 1) if plan.layout.on_gpu else 0
+    return [(name, hw) for name, hw in _machines() if _whole(hw) > have]
+
+
+def _smaller_adapters(plan: Plan) -> Iterator[Change]:
+    adapter = plan.config.adapter
+    if plan.config.engine.live_versions > 2:
+        yield Change(values={"engine.live_versions": 2}, why="fewer adapter slots")
+    if adapter.kind is AdapterKind.oft and adapter.block_size > SMALL_BLOCK:
+        yield Change(values={"adapter.block_size": SMALL_BLOCK}, why="a smaller adapter")
+    if adapter.kind is AdapterKind.lora and adapter.rank > SMALL_RANK:
+        yield Change(values={"adapter.rank": SMALL_RANK}, why="a smaller adapter")
+    if adapter.expert_targets and adapter.targets:
+        yield Change(values={"adapter.expert_targets": []}, why="no adapters on routed experts")
+
+
+def _smaller_base(plan: Plan) -> Iterator[Change]:
+    stored = plan.model.rules.formats
+    if plan.config.quantization.format in (NumberFormat.bf16, NumberFormat.fp8) and not stored.get("experts"):
+        yield Change(values={"quantization": "int4"}, why="a 4-bit base")
+
+
+def _layouts(plan: Plan, gpus: int) -> Iterator[Change]:
+    memory, shape = plan.config.memory, plan.model.shape
+    split = TrainerLayout.expert_parallel if shape.experts and shape.experts % gpus == 0 else TrainerLayout.sharded
+    if memory.colocated and not memory.shared_base and memory.offload is Offload.none:
+        values: dict[str, Any] = {"memory.shared_base": True}
+        if memory.engine_layout is not EngineLayout.auto or plan.config.engine.tensor_parallel != gpus:
+            values["memory.engine_layout"] = EngineLayout.auto
+            values["engine.tensor_parallel"] = gpus
+        if memory.trainer_layout is TrainerLayout.sharded:
+            values["memory.trainer_layout"] = TrainerLayout.auto
+        yield Change(values=values, why="one copy of the base")
+    if gpus > 1 and plan.layout.trainer is TrainerLayout.replicated:
+        yield Change(values={"memory.trainer_layout": split}, why="a trainer that splits its base")
+    elif gpus > 1 and plan.layout.trainer is TrainerLayout.expert_parallel and not memory.shared_base:
+        yield Change(values={"memory.trainer_layout": TrainerLayout.sharded}, why="a trainer that splits everything")
+    if memory.colocated and memory.offload is Offload.none and not memory.shared_base and plan.layout.on_gpu:
+        yield Change(values={"memory.offload": Offload.swap}, why="the copy that is not at work waits in host memory")
+
+
+def _fitting(plan: Plan, options: list[Change], trains: bool) -> list[Change]:
+    """One change that is enough, or the smallest set that is."""
+    for option in options:
+        if _fits(plan, [option], trains):
+            return [option]
+    chosen: list[Change] = []
+    for option in options:
+        if _apply(plan.config, [*chosen, option]) is None or _clash(chosen, option):
+            continue
+        chosen.append(option)
+        if _fits(plan, chosen, trains):
+            break
+    else:
+        return []
+    for option in list(reversed(chosen)):
+        without = [one for one in chosen if one is not option]
+        if without and _fits(plan, without, trains):
+            chosen = without
+    return chosen
+
+
+def _clash(chosen: list[Change], option: Change) -> bool:
+    """Whether a change would set again what an earlier one set, in a way that undoes it."""
+    exclusive = {"memory.shared_base", "memory.offload", "memory.trainer_layout"}
+    taken = {key for change in chosen for key in change.values}
+    return bool(taken & exclusive and exclusive & set(option.values))
+
+
+def _fits(plan: Plan, chosen: list[Change], trains: bool) -> bool:
+    changed = _apply(plan.config, chosen)
+    if changed is None:
+        return False
+    tried = _plan(plan, changed, trains)
+    return tried is not None and tried.fits
+
+
+def _plan(plan: Plan, config: OrbitConfig, trains: bool) -> Plan | None:
+    same_base = config.quantization == plan.config.quantization
+    try:
+        return make_plan(config, model=plan.model if same_base else read_model(config), trains=trains)
+    except ConfigError:  # a combination that the layout refuses is no candidate
+        return None
+
+
+def _apply(config: OrbitConfig, chosen: list[Change]) -> OrbitConfig | None:
+    """The config with these changes; None where the schema's own checks refuse it."""
+    try:
+        for change in chosen:
+            for key, value in change.values.items():
+                config = _set(config, key, value)
+    except ConfigError:
+        return None
+    return config
+
+
+def _set(config: OrbitConfig, key: str, value: Any) -> OrbitConfig:
+    if key == "hardware":
+        hardware = dict(_machines())[value]
+        spans = config.engine.tensor_parallel in (config.hardware.gpus, 0)  # a model that spans the whole machine
+        engine = replace(config.engine, tensor_parallel=hardware.gpus) if spans else config.engine
+        return replace(config, hardware=hardware, engine=engine)
+    if key == "quantization":
+        return replace(config, quantization=replace(config.quantization, format=NumberFormat(value)))
+    section, _, name = key.partition(".")
+    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
+def _largest(plan: Plan, key: str, most: int, trains: bool) -> int:
+    """Largest value from 1 to `most` with which the plan fits; more never needs less."""
+
+    def fits(value: int) -> bool:
+        return _fits(plan, [Change(values={key: value}, why="")], trains)
+
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+@cache
+def _machines() -> tuple[tuple[str, HardwareConfig], ...]:
+    """The GPU machines of conf/hardware by their whole memory; old names are left out."""
+    found = []
+    for name in group_options("hardware"):
+        values = yaml.safe_load((conf_dir() / "hardware" / f"{name}.yaml").read_text(encoding="utf-8"))
+        if values.get("device") == "cuda" and values.get("memory_mib"):
+            found.append((name, HardwareConfig(**values | {"device": Device.cuda})))
+    return tuple(sorted(found, key=lambda pair: _whole(pair[1])))
+
+
+def _whole(hardware: HardwareConfig) -> int:
+    return (hardware.memory_mib or 0) * (1 << 20) * max(hardware.gpus, 1)
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE) * PAGE
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
