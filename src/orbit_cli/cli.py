@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from orbit_cli.commands import config, doctor, evaluate, quantize, report, rollout, sync_test, train
+from orbit_cli.commands import config, doctor, evaluate, plan, quantize, report, rollout, sync_test, train
 from orbit_cli.errors import OrbitError
 
 HELP = """\
@@ -23,6 +23,7 @@ Every setting is an override, key=value: `orbit config` shows them all, `orbit c
     orbit train model=tiny_moe adapter=lora trainer.steps=5
     orbit train recipe=smoke_moe_lora                  a recipe by name
     orbit train -m adapter=oft,lora seed=1,2           a sweep: a run each, and a summary table
+    orbit plan model=kimi_k26 hardware=b200x8          does it fit, and what to change, before anything is loaded
     orbit report runs/NAME                             what came out of a run
 """
 
@@ -35,6 +36,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 app.command("train")(train.train)
+app.command("plan")(plan.plan)
 app.command("rollout")(rollout.rollout)
 app.command("eval")(evaluate.evaluate)
 app.command("quantize")(quantize.quantize)

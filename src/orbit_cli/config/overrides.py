@@ -7,6 +7,7 @@ free mapping get `++`. Overrides of Hydra itself (`hydra/launcher=...`) pass thr
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,3 +167,27 @@ def _keep_text(schema_field: Field, text: str, parser: OverridesParser) -> str:
 def _quoted_if_needed(word: str, parser: OverridesParser) -> str:
     value = parser.parse_override(f"x={word}").value()
     return word if isinstance(value, str) or value is None else f"'{word}'"
+
+
+def combinations(arguments: list[str]) -> list[tuple[str, list[str]]]:
+    """(what differs, all overrides) of every combination of comma-separated values, in the order of Hydra's sweeper.
+
+    Raises ConfigError for a mistake in any value.
+    """
+    read_overrides(arguments, sweep=True)
+    parser = OverridesParser.create()
+    choices: list[list[str]] = []
+    for argument in arguments:
+        recipe = _RECIPE.match(argument)
+        if recipe:
+            choices.append([f"recipe={name}" for name in recipe["names"].split(",")])
+            continue
+        override = parser.parse_override(argument)
+        key = argument.partition("=")[0]
+        values = list(override.sweep_string_iterator()) if override.is_sweep_override() else []
+        choices.append([f"{key}={value}" for value in values] or [argument])
+    found = []
+    for chosen in itertools.product(*choices):
+        own = [text for text, options in zip(chosen, choices, strict=True) if len(options) > 1]
+        found.append((" ".join(own or chosen), list(chosen)))
+    return found

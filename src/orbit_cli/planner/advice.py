@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
-import yaml
-
-from orbit_cli.config.locate import conf_dir, group_options
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import AdapterKind, NumberFormat
 from orbit_cli.config.schema.memory import EngineLayout, Offload, TrainerLayout
 from orbit_cli.config.schema.system import Device, HardwareConfig
 from orbit_cli.errors import ConfigError
+from orbit_cli.planner.machine import gpu_machines, whole_memory
 from orbit_cli.planner.model import read_model
 from orbit_cli.planner.plan import Plan, make_plan
 
@@ -121,7 +118,7 @@ def sequences_at_once(plan: Plan) -> int:
 def larger_hardware(plan: Plan) -> list[tuple[str, HardwareConfig]]:
     """Machines of conf/hardware with more memory than this plan's, the smallest first."""
     have = (plan.memory or 0) * max(plan.config.hardware.gpus, 1) if plan.layout.on_gpu else 0
-    return [(name, hw) for name, hw in _machines() if _whole(hw) > have]
+    return [(name, hw) for name, hw in gpu_machines() if whole_memory(hw) > have]
 
 
 def _smaller_adapters(plan: Plan) -> Iterator[Change]:
@@ -218,7 +215,7 @@ def _apply(config: OrbitConfig, chosen: list[Change]) -> OrbitConfig | None:
 
 def _set(config: OrbitConfig, key: str, value: Any) -> OrbitConfig:
     if key == "hardware":
-        hardware = dict(_machines())[value]
+        hardware = dict(gpu_machines())[value]
         spans = config.engine.tensor_parallel in (config.hardware.gpus, 0)  # a model that spans the whole machine
         engine = replace(config.engine, tensor_parallel=hardware.gpus) if spans else config.engine
         return replace(config, hardware=hardware, engine=engine)
@@ -239,21 +236,6 @@ def _largest(plan: Plan, key: str, most: int, trains: bool) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-@cache
-def _machines() -> tuple[tuple[str, HardwareConfig], ...]:
-    """The GPU machines of conf/hardware by their whole memory; old names are left out."""
-    found = []
-    for name in group_options("hardware"):
-        values = yaml.safe_load((conf_dir() / "hardware" / f"{name}.yaml").read_text(encoding="utf-8"))
-        if values.get("device") == "cuda" and values.get("memory_mib"):
-            found.append((name, HardwareConfig(**values | {"device": Device.cuda})))
-    return tuple(sorted(found, key=lambda pair: _whole(pair[1])))
-
-
-def _whole(hardware: HardwareConfig) -> int:
-    return (hardware.memory_mib or 0) * (1 << 20) * max(hardware.gpus, 1)
 
 
 def _pages(tokens: int) -> int:

@@ -204,9 +204,7 @@ class _Block:
                 )
             )
         if scored:
-            weights.append(
-                self._one(Category.router, "ffn.gate.bias", 1, self.experts, scored, plain=Plain.f32)
-            )
+            weights.append(self._one(Category.router, "ffn.gate.bias", 1, self.experts, scored, plain=Plain.f32))
         return weights
 
     def head_mixer(self, category: Category, prefix: str) -> list[Weight]:

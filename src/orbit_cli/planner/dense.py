@@ -39,7 +39,9 @@ def grouped_query(facts: Facts) -> ModelShape:
     if facts.flag("attention_bias", facts.model_type == "qwen2"):
         sizes = {"q": heads * head, "k": kv * head, "v": kv * head}
         sizes |= {"o": hidden} if facts.model_type == "llama" else {}
-        weights += [_vector(Category.attention, f"model.layers.*.self_attn.{n}_bias", s, every) for n, s in sizes.items()]
+        weights += [
+            _vector(Category.attention, f"model.layers.*.self_attn.{n}_bias", s, every) for n, s in sizes.items()
+        ]
     if not tied:
         weights.append(Weight(category=Category.embeddings, path="lm_head", rows=vocabulary, columns=hidden))
     if plain:
@@ -136,9 +138,7 @@ def _is_sparse(facts: Facts, layer: int) -> bool:
     return layer not in dense and (layer + 1) % max(step, 1) == 0
 
 
-def _linear(
-    category: Category, path: str, rows: int, columns: int, layers: tuple[int, ...], each: int = 1
-) -> Weight:
+def _linear(category: Category, path: str, rows: int, columns: int, layers: tuple[int, ...], each: int = 1) -> Weight:
     return Weight(
         category=category,
         path=f"model.layers.*.{path}",

@@ -1,10 +1,16 @@
-"""What this machine has, asked without loading anything: memory of the host, and how many GPUs there are."""
+"""What this machine has, asked without loading anything, and what machines conf/hardware knows."""
 
 from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from pathlib import Path
+
+import yaml
+
+from orbit_cli.config.locate import conf_dir, group_options
+from orbit_cli.config.schema.system import Device, HardwareConfig
 
 _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -34,3 +40,19 @@ def visible_gpus() -> int | None:
     if allowed is None:
         return found
     return min(found, len([word for word in allowed.split(",") if word.strip() not in ("", "-1")]))
+
+
+@cache
+def gpu_machines() -> tuple[tuple[str, HardwareConfig], ...]:
+    """The GPU machines of conf/hardware, by their whole memory; files that only rename another are left out."""
+    found = []
+    for name in group_options("hardware"):
+        values = yaml.safe_load((conf_dir() / "hardware" / f"{name}.yaml").read_text(encoding="utf-8"))
+        if values.get("device") == "cuda" and values.get("memory_mib"):
+            found.append((name, HardwareConfig(**values | {"device": Device.cuda})))
+    return tuple(sorted(found, key=lambda pair: whole_memory(pair[1])))
+
+
+def whole_memory(hardware: HardwareConfig) -> int:
+    """Bytes of all GPUs together; 0 if unknown."""
+    return (hardware.memory_mib or 0) * (1 << 20) * max(hardware.gpus, 1)

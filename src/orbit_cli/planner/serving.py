@@ -166,5 +166,3 @@ def needed_tokens(engine: Engine) -> int:
     """Smallest cache, rounded up, in which everything in flight fits at full length: a value for max_total_tokens."""
     page = 4096
     return -(-engine.lengths.in_flight // page) * page
-
-

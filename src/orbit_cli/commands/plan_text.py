@@ -1,0 +1,229 @@
+"""A plan as text for people, at most 100 columns wide: the table by part and phase, the bar, the answer."""
+
+from __future__ import annotations
+
+import textwrap
+
+from orbit_cli.planner.advice import largest_micro_batch, longest_response, nearest_fit, sequences_at_once
+from orbit_cli.planner.notes import notes
+from orbit_cli.planner.part import BASE, Part, Side, count, size
+from orbit_cli.planner.plan import Phase, Plan
+from orbit_cli.planner.shape import Category
+from orbit_cli.planner.study import FROZEN, RECIPES, Row
+
+WIDTH = 100
+BAR = 64
+NAMES = 44
+MINOR = {f"{BASE}{c}" for c in (Category.router, Category.norms, Category.hash_table, Category.hyper)}
+MINOR_ROW = f"{BASE}router, norms and the like"
+KINDS = {  # what a bar is made of: letter, meaning
+    "B": "trainer's base",
+    "a": "its adapter and optimizer",
+    "x": "activations and other passing things",
+    "E": "engine's base",
+    "k": "KV cache",
+    "o": "the rest",
+}
+
+
+def plan_text(plan: Plan, *, explain: bool = False) -> str:
+    """Everything that `orbit plan` prints."""
+    lines = [*_heading(plan), "", *_table(plan), "", *_bars(plan), "", *_answer(plan)]
+    if explain:
+        lines += ["", *_formulas(plan)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def plans_text(made: dict[str, Plan], refused: dict[str, str]) -> str:
+    """One line per plan, for `-m`."""
+    width = max(len(own) for own in (*made, *refused))
+    width = max(min(width, 46), 9)
+    head = f"{'overrides':<{width}}  {'train':>9} {'rollout':>9} {'usable':>9}  {'fits':<4} nearest that fits"
+    lines = [head]
+    for own, plan in made.items():
+        by_name = {phase.name: size(phase.nbytes) for phase in plan.phases}
+        usable = "?" if plan.budget is None else size(plan.budget)
+        nearest = [override for change in nearest_fit(plan) for override in change.overrides]
+        then = " ".join(nearest) if nearest else "" if plan.fits else "none"
+        start = (
+            f"{own:<{width}}  {by_name['train']:>9} {by_name['rollout']:>9} {usable:>9}  "
+            f"{'yes' if plan.fits else 'no':<4} "
+        )
+        lines += textwrap.wrap(start + then, WIDTH + 20, subsequent_indent=" " * len(start), drop_whitespace=False) or [
+            start
+        ]
+    lines += [f"{own:<{width}}  {why}" for own, why in refused.items()]
+    return "\n".join(["bytes on each GPU (on a CPU: of the machine)", *(line.rstrip() for line in lines)])
+
+
+def study_text(rows: list[Row]) -> str:
+    """The table of `--compare`, and what its formula leaves out."""
+    names = [*RECIPES, FROZEN]
+    head = f"{'GB':<18} {'parameters':>10}  " + "  ".join(f"{name:>15}" for name in names)
+    lines = ["weights and gradients, as the published study counts them: N (weight bits + gradient bits) / 8", "", head]
+    for row in rows:
+        cells = "  ".join(f"{row.nbytes[name] / 1e9:>15,.0f}" for name in names)
+        lines.append(f"{row.name:<18} {count(row.parameters):>10}  {cells}")
+    lines += ["", f"{'GB':<18} {'adapter':>10}  {'bit/param':>9}  {'4-bit files':>11}  {'+ adapter, gradients':>20}"]
+    for row in rows:
+        lines.append(
+            f"{row.name:<18} {count(row.adapter_parameters):>10}  {row.adapter_bits:>9.4f}  "
+            f"{row.checkpoint_bytes / 1e9:>11,.2f}  {row.real_bytes / 1e9:>20,.1f}"
+        )
+    note = (
+        "The study counts 4.0 bit for everything. Left out there: scales (INT4 with a BF16 scale per 32 is 4.5 bit, MXFP4 "
+        "4.25), attention, embeddings and shared experts in BF16 or FP8, and in all recipes optimizer moments, master "
+        "weights, activations and caches. The lower table has the files as they are; the adapter is OFT in blocks of 32 on "
+        "the published recipe's linears, one rotation for gate and up. `orbit plan model=NAME` counts all of it."
+    )
+    return "\n".join([*lines, "", *textwrap.wrap(note, WIDTH)])
+
+
+def _heading(plan: Plan) -> list[str]:
+    config, shape, layout = plan.config, plan.model.shape, plan.layout
+    active = f", {count(shape.active_parameters)} active" if shape.experts else ""
+    files = size(plan.model.checkpoint_bytes)
+    base = (
+        f"{files} of files"
+        if plan.model.base_bytes == plan.model.checkpoint_bytes
+        else (f"{files} as published, {size(plan.model.base_bytes)} as {config.quantization.format} base")
+    )
+    lines = [f"model      {config.model.name}: {count(shape.parameters)} parameters{active}; {base}"]
+    memory = "memory unknown" if plan.memory is None else f"{size(plan.memory)}, {size(plan.budget or 0)} usable"
+    if layout.on_gpu:
+        gpus = max(config.hardware.gpus, 1)
+        lines.append(f"hardware   {config.hardware.name}: {gpus} GPU{'s' * (gpus > 1)} of {memory}")
+        where = "on the same GPUs" if layout.colocated else "on GPUs of their own"
+        copies = "one base for both" if config.memory.shared_base else "a base each"
+        swap = ", swapped with host memory" if config.memory.offload == "swap" else ""
+        lines.append(
+            f"layout     trainer {layout.trainer} x {layout.trainer_gpus}, engine {layout.engine} x {layout.engine_gpus}, "
+            f"{where}, {copies}{swap}"
+        )
+    else:
+        lines.append(f"hardware   {config.hardware.name}: this machine's memory, {memory}")
+    adapter = config.adapter
+    measure = f"block {adapter.block_size}" if adapter.kind == "oft" else f"rank {adapter.rank}"
+    experts = " and routed experts" if adapter.expert_targets else ""
+    lines.append(
+        f"adapter    {adapter.kind} {measure}, {count(plan.adapter_parameters)} parameters on "
+        f"{len(adapter.targets)} kinds of linears{experts}"
+    )
+    n = plan.lengths
+    lines.append(
+        f"lengths    {n.longest:,} tokens a sequence, {n.micro_tokens:,} computed at once in training, "
+        f"{n.running} sequences sampled at once"
+    )
+    return lines
+
+
+def _table(plan: Plan) -> list[str]:
+    unit, scale = ("GB", 1e9) if plan.peak.nbytes >= 20e9 else ("MB", 1e6)
+    where = "each GPU" if plan.layout.on_gpu else "machine"
+    phases = plan.phases
+
+    def row(name: str, values: list[float]) -> str:
+        cells = "".join(f"{value / scale:>12,.1f}" if value else f"{'-':>12}" for value in values)
+        return f"{name:<{NAMES}}{cells}"
+
+    lines = [f"{where + ', ' + unit:<{NAMES}}" + "".join(f"{phase.name:>12}" for phase in phases)]
+    for side in Side:
+        merged = _merged(plan, side)
+        if not merged:
+            continue
+        lines.append(row(f"{side}", [phase.of(side) for phase in phases]))
+        lines += [row(f"  {name}", values) for name, values in merged.items()]
+    lines.append(row("sum", [phase.nbytes for phase in phases]))
+    if plan.budget is not None:
+        lines.append(row("usable", [plan.budget] * len(phases)))
+        lines.append(row("left", [plan.budget - phase.nbytes for phase in phases]))
+    return lines
+
+
+def _merged(plan: Plan, side: Side) -> dict[str, list[float]]:
+    """Name -> bytes per phase; small categories of the base in one row."""
+    rows: dict[str, list[float]] = {}
+    for index, phase in enumerate(plan.phases):
+        for part in phase.parts:
+            if part.side is side:
+                name = MINOR_ROW if part.name in MINOR else part.name
+                rows.setdefault(name, [0.0] * len(plan.phases))[index] += part.nbytes
+    return rows
+
+
+def _bars(plan: Plan) -> list[str]:
+    whole = max([plan.memory or 0, *(phase.nbytes for phase in plan.phases)])
+    lines = [_bar(phase, whole, plan) for phase in plan.phases]
+    used = {_kind(part) for phase in plan.phases for part in phase.parts}
+    legend = [f"{letter} {meaning}" for letter, meaning in KINDS.items() if letter in used]
+    legend += ["| end of what may be used"] if plan.budget is not None else []
+    return [*lines, *textwrap.wrap("   ".join(legend), WIDTH - 9, initial_indent=" " * 9, subsequent_indent=" " * 9)]
+
+
+def _bar(phase: Phase, whole: int, plan: Plan) -> str:
+    cells, filled = "", 0.0
+    for kind in KINDS:
+        filled += sum(part.nbytes for part in phase.parts if _kind(part) == kind)
+        cells += kind * (round(filled / whole * BAR) - len(cells))
+    cells = f"{cells:.<{BAR}}"
+    share = ""
+    if plan.budget is not None and plan.memory:
+        at = min(round(plan.budget / whole * BAR), BAR - 1)
+        cells = cells[:at] + "|" + cells[at + 1 :]
+        share = f"{100 * phase.nbytes / plan.budget:.0f}%"
+    return f"{phase.name:<8} {cells} {share:>5} {size(phase.nbytes)}"
+
+
+def _kind(part: Part) -> str:
+    if part.name.startswith(BASE):
+        return "B" if part.side is Side.trainer else "E"
+    if part.side is Side.engine or part.name in ("CUDA context", "libraries"):
+        return "k" if part.name == "KV cache" else "o"
+    return "a" if part.certain else "x"
+
+
+def _answer(plan: Plan) -> list[str]:
+    rows: list[tuple[str, str]] = []
+    if plan.fits:
+        left = "" if plan.budget is None else f", {size(plan.budget - plan.peak.nbytes)} left in {plan.peak.name}"
+        rows.append(("fits", f"yes{left}"))
+    else:
+        rows.append(("fits", "NO"))
+        rows += [("limit", reason) for reason in plan.limits]
+        nearest = nearest_fit(plan)
+        text = ", ".join(f"{' '.join(change.overrides)} ({change.why})" for change in nearest)
+        rows.append(("nearest", text or "nothing in reach makes it fit"))
+    if plan.fits:
+        rows.append(("longest", f"responses of {longest_response(plan):,} tokens (rollout.max_new_tokens) fit"))
+        rows.append(
+            (
+                "largest",
+                f"micro-batches of {largest_micro_batch(plan):,} tokens (trainer.micro_batch_tokens) fit; the memory "
+                f"left would hold {sequences_at_once(plan):,} sequences of full length at once in the cache",
+            )
+        )
+    rows += [("note", text) for text in notes(plan)]
+    lines = []
+    for label, text in rows:
+        lines += _wrapped(label, text)
+    return lines
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=f"{label:<11}", subsequent_indent=" " * 11, break_on_hyphens=False)
+
+
+def _formulas(plan: Plan) -> list[str]:
+    lines = ["where each number comes from"]
+    seen: set[str] = set()
+    for phase in plan.phases:
+        for part in phase.parts:
+            if part.key not in seen:
+                seen.add(part.key)
+                lines += _explained(part)
+    return lines
+
+
+def _explained(part: Part) -> list[str]:
+    head = f"  {part.key:<42} {size(part.nbytes):>9}  = "
+    return textwrap.wrap(part.formula, WIDTH + 20, initial_indent=head, subsequent_indent=" " * len(head))

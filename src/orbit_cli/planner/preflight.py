@@ -1,0 +1,116 @@
+"""The first thing that train, rollout and eval do: refuse what cannot work, in one sentence, before anything is loaded.
+
+On a GPU a plan that does not fit is refused. On a CPU only what is certain is: base and adapter that exceed the
+machine's memory; everything else there is an upper bound, and memory that is never touched costs nothing.
+"""
+
+from __future__ import annotations
+
+from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.config.schema.base import ModelSource
+from orbit_cli.config.schema.system import Device
+from orbit_cli.errors import CheckpointError, ConfigError
+from orbit_cli.planner.advice import nearest_fit
+from orbit_cli.planner.built import not_built
+from orbit_cli.planner.checkpoint import facts_of
+from orbit_cli.planner.families import FAMILIES
+from orbit_cli.planner.machine import visible_gpus
+from orbit_cli.planner.part import size
+from orbit_cli.planner.plan import Plan, make_plan
+
+
+def preflight(config: OrbitConfig, *, trains: bool) -> Plan | None:
+    """Plan and refuse. None where the model cannot be planned: then the run itself says what is wrong with it.
+
+    Raises ConfigError or CheckpointError (exit code 2): no checkpoint, another model's folder, missing GPUs, memory.
+    """
+    _need_checkpoint(config)
+    if not config.memory.preflight:
+        return None
+    if not _can_be_planned(config):
+        check_gpus(config)
+        return None
+    plan = make_plan(config, trains=trains)
+    problem = too_large(plan, trains=trains)
+    if problem:
+        raise ConfigError(problem)
+    check_gpus(config)
+    missing = not_built(plan, trains=trains) if plan.layout.on_gpu else []
+    if missing:
+        raise ConfigError(
+            f"{config.model.name} on hardware={config.hardware.name} needs {missing[0]}, which is not built yet; choose "
+            "a model and hardware with which `orbit plan` shows no such note"
+        )
+    return plan
+
+
+def too_large(plan: Plan, *, trains: bool) -> str | None:
+    """Why the plan cannot work and the nearest one that can, in one sentence; None if it can."""
+    if not plan.layout.on_gpu:
+        if plan.memory is None or plan.certain_bytes <= plan.memory:
+            return None
+        reason = (
+            f"base and adapter alone need {size(plan.certain_bytes)} and this machine has {size(plan.memory)} of memory"
+        )
+    elif plan.fits:
+        return None
+    else:
+        reason = plan.limits[0]
+    return (
+        f"{plan.config.model.name} does not fit hardware={plan.config.hardware.name}: {reason}; {remedy(plan, trains)}"
+    )
+
+
+def remedy(plan: Plan, trains: bool = True) -> str:
+    """What to set."""
+    overrides = [override for change in nearest_fit(plan, trains=trains) for override in change.overrides]
+    if not overrides:
+        return "nothing in reach makes it fit; choose a smaller model (`orbit plan` shows every part)"
+    return f"nearest that fits: {' '.join(overrides)} (`orbit plan` shows every part)"
+
+
+def check_gpus(config: OrbitConfig) -> None:
+    """Refuse GPUs that are not here, without loading a driver library. Raises ConfigError."""
+    if config.hardware.device is not Device.cuda:
+        return
+    found, needed = visible_gpus(), max(1, config.hardware.gpus)
+    if found is not None and found < needed:
+        raise ConfigError(
+            f"hardware={config.hardware.name} needs {needed} GPU(s), this machine shows {found}; "
+            "set hardware=cpu or run where the GPUs are"
+        )
+
+
+def _need_checkpoint(config: OrbitConfig) -> None:
+    """Refuse a model whose files are not named, together with what else stands in the way."""
+    model = config.model
+    if model.source is not ModelSource.checkpoint:
+        return
+    if model.path:
+        facts_of(model)  # the folder is that model, or this says which field differs
+        return
+    if model.repository is None:
+        raise ConfigError("model.source=checkpoint needs model.path; set it to a Hugging Face checkpoint folder")
+    plan = make_plan(config)
+    problem = (
+        f"model.path is not set, and the {size(plan.model.checkpoint_bytes)} of {model.name} are not part of Orbit; "
+        f"download {model.repository} and set model.path=FOLDER"
+    )
+    also = too_large(plan, trains=True)
+    if also:
+        raise ConfigError(f"{problem}; moreover {also}")
+    try:
+        check_gpus(config)
+    except ConfigError as error:
+        raise ConfigError(f"{problem}; moreover {error}") from error
+    raise ConfigError(f"{problem} (with it, {model.name} fits hardware={config.hardware.name})")
+
+
+def _can_be_planned(config: OrbitConfig) -> bool:
+    try:
+        facts = facts_of(config.model)
+    except CheckpointError:
+        raise
+    except ConfigError:
+        return False
+    return facts.model_type in FAMILIES
