@@ -14,6 +14,9 @@ def evaluate(overrides: Overrides = None, cfg: Cfg = None) -> None:
     orbit eval model=checkpoint model.path=/models/qwen3-4b environment=math_file environment.path=test.jsonl
     """
     config = load_config(overrides, cfg)
+    from orbit_cli.planner.preflight import preflight
+
+    preflight(config, trains=False)
     from orbit_cli.commands.tables import evaluation_table
     from orbit_cli.runs.evaluate import evaluate as run_evaluation
 

@@ -17,9 +17,7 @@ def plan(
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="One line per combination of comma-separated values.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan as JSON, bytes and formulas included.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, formulas included.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show the formula of every number.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="The published study: four recipes over model size.")

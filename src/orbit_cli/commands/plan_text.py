@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
-from orbit_cli.planner.advice import largest_micro_batch, longest_response, nearest_fit, sequences_at_once
+from orbit_cli.planner.advice import Nearest, largest_micro_batch, longest_response, nearest_fit, sequences_at_once
+from orbit_cli.planner.built import not_built
 from orbit_cli.planner.notes import notes
 from orbit_cli.planner.part import BASE, Part, Side, count, size
 from orbit_cli.planner.plan import Phase, Plan
@@ -18,11 +19,11 @@ MINOR = {f"{BASE}{c}" for c in (Category.router, Category.norms, Category.hash_t
 MINOR_ROW = f"{BASE}router, norms and the like"
 KINDS = {  # what a bar is made of: letter, meaning
     "B": "trainer's base",
-    "a": "its adapter and optimizer",
-    "x": "activations and other passing things",
+    "a": "adapter, optimizer",
+    "x": "activations",
     "E": "engine's base",
     "k": "KV cache",
-    "o": "the rest",
+    "o": "other",
 }
 
 
@@ -43,15 +44,13 @@ def plans_text(made: dict[str, Plan], refused: dict[str, str]) -> str:
     for own, plan in made.items():
         by_name = {phase.name: size(phase.nbytes) for phase in plan.phases}
         usable = "?" if plan.budget is None else size(plan.budget)
-        nearest = [override for change in nearest_fit(plan) for override in change.overrides]
-        then = " ".join(nearest) if nearest else "" if plan.fits else "none"
+        nearest = None if plan.fits else nearest_fit(plan)
+        then = " ".join(nearest.overrides) if nearest else "" if plan.fits else "none"
         start = (
             f"{own:<{width}}  {by_name['train']:>9} {by_name['rollout']:>9} {usable:>9}  "
             f"{'yes' if plan.fits else 'no':<4} "
         )
-        lines += textwrap.wrap(start + then, WIDTH + 20, subsequent_indent=" " * len(start), drop_whitespace=False) or [
-            start
-        ]
+        lines += textwrap.wrap(start + then, 120, subsequent_indent=" " * len(start), drop_whitespace=False)
     lines += [f"{own:<{width}}  {why}" for own, why in refused.items()]
     return "\n".join(["bytes on each GPU (on a CPU: of the machine)", *(line.rstrip() for line in lines)])
 
@@ -71,10 +70,11 @@ def study_text(rows: list[Row]) -> str:
             f"{row.checkpoint_bytes / 1e9:>11,.2f}  {row.real_bytes / 1e9:>20,.1f}"
         )
     note = (
-        "The study counts 4.0 bit for everything. Left out there: scales (INT4 with a BF16 scale per 32 is 4.5 bit, MXFP4 "
-        "4.25), attention, embeddings and shared experts in BF16 or FP8, and in all recipes optimizer moments, master "
-        "weights, activations and caches. The lower table has the files as they are; the adapter is OFT in blocks of 32 on "
-        "the published recipe's linears, one rotation for gate and up. `orbit plan model=NAME` counts all of it."
+        "The study counts 4.0 bit for everything. Left out there: scales (INT4 with a BF16 scale per 32 is 4.5 bit, "
+        "MXFP4 4.25), attention, embeddings and shared experts in BF16 or FP8, and in all recipes optimizer moments, "
+        "master weights, activations and caches. The lower table has the files as they are; the adapter is OFT in "
+        "blocks of 32 on the published recipe's linears, one rotation for gate and up. `orbit plan model=NAME` counts "
+        "all of it."
     )
     return "\n".join([*lines, "", *textwrap.wrap(note, WIDTH)])
 
@@ -97,8 +97,8 @@ def _heading(plan: Plan) -> list[str]:
         copies = "one base for both" if config.memory.shared_base else "a base each"
         swap = ", swapped with host memory" if config.memory.offload == "swap" else ""
         lines.append(
-            f"layout     trainer {layout.trainer} x {layout.trainer_gpus}, engine {layout.engine} x {layout.engine_gpus}, "
-            f"{where}, {copies}{swap}"
+            f"layout     trainer {layout.trainer} x {layout.trainer_gpus}, engine {layout.engine} x "
+            f"{layout.engine_gpus}, {where}, {copies}{swap}"
         )
     else:
         lines.append(f"hardware   {config.hardware.name}: this machine's memory, {memory}")
@@ -156,8 +156,8 @@ def _bars(plan: Plan) -> list[str]:
     lines = [_bar(phase, whole, plan) for phase in plan.phases]
     used = {_kind(part) for phase in plan.phases for part in phase.parts}
     legend = [f"{letter} {meaning}" for letter, meaning in KINDS.items() if letter in used]
-    legend += ["| end of what may be used"] if plan.budget is not None else []
-    return [*lines, *textwrap.wrap("   ".join(legend), WIDTH - 9, initial_indent=" " * 9, subsequent_indent=" " * 9)]
+    legend += ["| usable"] if plan.budget is not None else []
+    return [*lines, *"  " + "   ".join(legend)]
 
 
 def _bar(phase: Phase, whole: int, plan: Plan) -> str:
@@ -190,9 +190,11 @@ def _answer(plan: Plan) -> list[str]:
     else:
         rows.append(("fits", "NO"))
         rows += [("limit", reason) for reason in plan.limits]
-        nearest = nearest_fit(plan)
-        text = ", ".join(f"{' '.join(change.overrides)} ({change.why})" for change in nearest)
-        rows.append(("nearest", text or "nothing in reach makes it fit"))
+        nearest, today = nearest_fit(plan), nearest_fit(plan, runnable=True)
+        rows.append(("nearest", _advice(nearest) if nearest else "nothing in reach makes it fit"))
+        if nearest and not_built(nearest.plan):
+            rows.append(("", f"not built yet: {not_built(nearest.plan)[0]}"))
+            rows.append(("today", _advice(today) if today else "nothing that can be run yet fits"))
     if plan.fits:
         rows.append(("longest", f"responses of {longest_response(plan):,} tokens (rollout.max_new_tokens) fit"))
         rows.append(
@@ -207,6 +209,10 @@ def _answer(plan: Plan) -> list[str]:
     for label, text in rows:
         lines += _wrapped(label, text)
     return lines
+
+
+def _advice(nearest: Nearest) -> str:
+    return ", ".join(f"{' '.join(change.overrides)} ({change.why})" for change in nearest.changes)
 
 
 def _wrapped(label: str, text: str) -> list[str]:

@@ -14,6 +14,9 @@ def rollout(overrides: Overrides = None, cfg: Cfg = None) -> None:
     orbit rollout environment=math_file environment.path=test.jsonl run.output=out.jsonl
     """
     config = load_config(overrides, cfg)
+    from orbit_cli.planner.preflight import preflight
+
+    preflight(config, trains=False)
     from orbit_cli.runs.collect import collect
 
     done = collect(config)

@@ -36,6 +36,9 @@ def train(
 
         config = resumed_config(overrides or [], config.run.resume)
     config.check_trainable()
+    from orbit_cli.planner.preflight import preflight
+
+    preflight(config, trains=True)
     from orbit_cli.runs.train import train as run_training
     from orbit_cli.telemetry.report import figures, summary_text
 

@@ -1,7 +1,7 @@
 """How many numbers an adapter has, and where the layouts put them. No torch.
 
-OFT (2306.07280): a rotation of each linear's input, in blocks of b: K/b blocks of b(b-1)/2 trained numbers, multiplied as
-K/b blocks of b^2. LoRA (2106.09685): r (K + N) numbers for a linear of K inputs and N outputs.
+OFT (2306.07280): a rotation of each linear's input, in K/b blocks of b(b-1)/2 trained numbers, multiplied as K/b blocks
+of b^2. LoRA (2106.09685): r (K + N) numbers for a linear of K inputs and N outputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What to change: the nearest config that fits, the longest response, the largest batch. Each is tried, never guessed.
 
-Changes are tried from the least to the most intrusive: alone, then together, and what turns out not to be needed is left
-out again. Larger hardware comes last.
+Changes are tried from the least to the most intrusive: alone, then together, and what turns out not to be needed is
+left out again. Larger hardware comes last.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from orbit_cli.config.schema.base import AdapterKind, NumberFormat
 from orbit_cli.config.schema.memory import EngineLayout, Offload, TrainerLayout
 from orbit_cli.config.schema.system import Device, HardwareConfig
 from orbit_cli.errors import ConfigError
+from orbit_cli.planner.built import not_built
 from orbit_cli.planner.machine import gpu_machines, whole_memory
 from orbit_cli.planner.model import read_model
 from orbit_cli.planner.plan import Plan, make_plan
@@ -39,28 +40,39 @@ class Change:
         return [f"{key}={_shown(value)}" for key, value in self.values.items()]
 
 
-def nearest_fit(plan: Plan, *, trains: bool = True) -> list[Change]:
-    """The fewest, least intrusive changes with which the plan fits; empty if it fits already or nothing helps."""
-    if plan.fits:
-        return []
-    options = list(changes(plan))
-    found = _fitting(plan, options, trains)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nearest:
+    """Changes, and the plan that they lead to."""
+
+    changes: list[Change]
+    plan: Plan
+
+    @property
+    def overrides(self) -> list[str]:
+        return [override for change in self.changes for override in change.overrides]
+
+
+def nearest_fit(plan: Plan, *, trains: bool = True, runnable: bool = False) -> Nearest | None:
+    """The fewest, least intrusive changes with which the plan fits; None if it fits already or nothing helps.
+
+    `runnable` leaves out what can be planned but not run yet (built.py).
+    """
+    if _accepts(plan, trains, runnable):
+        return None
+    found = _fitting(plan, trains, runnable)
     if found:
         return found
     for name, hardware in larger_hardware(plan):
         moved = Change(values={"hardware": name}, why=f"{hardware.gpus} x {hardware.memory_mib:,} MiB")
-        on_larger = _apply(plan.config, [moved])
-        if on_larger is None:
-            continue
-        there = _plan(plan, on_larger, trains)
+        there = _tried(plan, [moved], trains)
         if there is None:
             continue
-        if there.fits:
-            return [moved]
-        more = _fitting(there, list(changes(there)), trains)
+        if _accepts(there, trains, runnable):
+            return Nearest(changes=[moved], plan=there)
+        more = _fitting(there, trains, runnable)
         if more:
-            return [moved, *more]
-    return []
+            return Nearest(changes=[moved, *more.changes], plan=more.plan)
+    return None
 
 
 def changes(plan: Plan) -> Iterator[Change]:
@@ -158,25 +170,45 @@ def _layouts(plan: Plan, gpus: int) -> Iterator[Change]:
         yield Change(values={"memory.offload": Offload.swap}, why="the copy that is not at work waits in host memory")
 
 
-def _fitting(plan: Plan, options: list[Change], trains: bool) -> list[Change]:
+def _fitting(plan: Plan, trains: bool, runnable: bool) -> Nearest | None:
     """One change that is enough, or the smallest set that is."""
+
+    def good(chosen: list[Change]) -> Plan | None:
+        tried = _tried(plan, chosen, trains)
+        return tried if tried is not None and _accepts(tried, trains, runnable) else None
+
+    options = list(changes(plan))
     for option in options:
-        if _fits(plan, [option], trains):
-            return [option]
+        if (then := good([option])) is not None:
+            return Nearest(changes=[option], plan=then)
     chosen: list[Change] = []
     for option in options:
-        if _apply(plan.config, [*chosen, option]) is None or _clash(chosen, option):
+        more = [*chosen, option]
+        if (
+            _clash(chosen, option)
+            or _tried(plan, more, trains) is None
+            or (runnable and _unbuilt(plan, option, trains))
+        ):
             continue
-        chosen.append(option)
-        if _fits(plan, chosen, trains):
+        chosen = more
+        if good(chosen) is not None:
             break
-    else:
-        return []
     for option in list(reversed(chosen)):
         without = [one for one in chosen if one is not option]
-        if without and _fits(plan, without, trains):
+        if without and good(without) is not None:
             chosen = without
-    return chosen
+    found = good(chosen)
+    return Nearest(changes=chosen, plan=found) if found is not None else None
+
+
+def _accepts(plan: Plan, trains: bool, runnable: bool) -> bool:
+    return plan.fits and not (runnable and not_built(plan, trains=trains))
+
+
+def _unbuilt(plan: Plan, option: Change, trains: bool) -> bool:
+    """Whether this change alone brings in something that cannot be run yet."""
+    tried = _tried(plan, [option], trains)
+    return tried is not None and len(not_built(tried, trains=trains)) > len(not_built(plan, trains=trains))
 
 
 def _clash(chosen: list[Change], option: Change) -> bool:
@@ -187,18 +219,19 @@ def _clash(chosen: list[Change], option: Change) -> bool:
 
 
 def _fits(plan: Plan, chosen: list[Change], trains: bool) -> bool:
-    changed = _apply(plan.config, chosen)
-    if changed is None:
-        return False
-    tried = _plan(plan, changed, trains)
+    tried = _tried(plan, chosen, trains)
     return tried is not None and tried.fits
 
 
-def _plan(plan: Plan, config: OrbitConfig, trains: bool) -> Plan | None:
+def _tried(plan: Plan, chosen: list[Change], trains: bool) -> Plan | None:
+    """The plan with these changes; None for a combination that the schema or the layout refuses."""
+    config = _apply(plan.config, chosen)
+    if config is None:
+        return None
     same_base = config.quantization == plan.config.quantization
     try:
         return make_plan(config, model=plan.model if same_base else read_model(config), trains=trains)
-    except ConfigError:  # a combination that the layout refuses is no candidate
+    except ConfigError:
         return None
 
 

@@ -39,9 +39,8 @@ def grouped_query(facts: Facts) -> ModelShape:
     if facts.flag("attention_bias", facts.model_type == "qwen2"):
         sizes = {"q": heads * head, "k": kv * head, "v": kv * head}
         sizes |= {"o": hidden} if facts.model_type == "llama" else {}
-        weights += [
-            _vector(Category.attention, f"model.layers.*.self_attn.{n}_bias", s, every) for n, s in sizes.items()
-        ]
+        for name, size in sizes.items():
+            weights.append(_vector(Category.attention, f"model.layers.*.self_attn.{name}_proj.bias", size, every))
     if not tied:
         weights.append(Weight(category=Category.embeddings, path="lm_head", rows=vocabulary, columns=hidden))
     if plain:

@@ -9,7 +9,7 @@ from orbit_cli.errors import ConfigError
 
 
 class Facts:
-    """The keys of one model's config, with the nested text model's on top. Missing or odd keys are named in one sentence.
+    """The keys of one model's config, those of a nested text model first. Missing or odd ones are named in a sentence.
 
     >>> Facts({"model_type": "qwen3", "hidden_size": 2560}, "config.json").whole("hidden_size")
     2560

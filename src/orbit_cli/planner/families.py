@@ -70,15 +70,13 @@ def base_rules(source: ModelSource, quantization: QuantizationConfig, published:
 
 def _scheme(section: Mapping[str, Any], where: str) -> str:
     groups = section.get("config_groups") or {}
-    kinds = {
-        (g.get("format") or section.get("format"), (g.get("weights") or {}).get("group_size")) for g in groups.values()
-    }
-    kinds = kinds or {(section.get("format"), None)}
+    kinds = {str(group.get("format") or section.get("format")) for group in groups.values()}
+    kinds = kinds or {str(section.get("format"))}
     known = {"pack-quantized": "int4", "mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
     known["float-quantized"] = "fp8"
-    names = {known.get(str(stored_as)) for stored_as, _ in kinds}
+    names = {known.get(kind) for kind in kinds}
     if len(names) != 1 or None in names:
         raise ConfigError(
-            f"{where}: the storage {sorted(map(str, kinds))} cannot be planned; use one of {sorted(known)}"
+            f"{where}: the storage {', '.join(sorted(kinds))} cannot be planned; use one of {sorted(known)}"
         )
     return str(names.pop())

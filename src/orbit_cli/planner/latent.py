@@ -1,7 +1,7 @@
-"""Latent-attention mixtures: deepseek_v3, kimi_k2 (its text twin) and kimi_k25 (Kimi-K2.5 and K2.6, with a vision tower).
+"""Latent-attention mixtures: deepseek_v3, kimi_k2 (its text twin), kimi_k25 (Kimi-K2.5 and K2.6, with a vision tower).
 
-Shapes are those of the published checkpoints (DeepSeek-V3, 2412.19437; moonshotai/Kimi-K2.5: 208,550 tensors, 554.27 GiB,
-which these lists reproduce to the last byte). The vision tower is MoonViT as Kimi-VL describes it (2504.07491).
+Shapes are those of the published checkpoints (DeepSeek-V3, 2412.19437; moonshotai/Kimi-K2.5: 208,550 tensors, 554.27
+GiB, which these lists reproduce to the last byte). The vision tower is MoonViT as Kimi-VL describes it (2504.07491).
 """
 
 from __future__ import annotations

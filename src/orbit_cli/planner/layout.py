@@ -43,7 +43,7 @@ def decide(config: OrbitConfig, shape: ModelShape, base_bytes: int, memory: int 
     """The layout of a config, with `auto` resolved. Raises ConfigError for one that the GPUs cannot take."""
     want, on_gpu = config.memory, config.hardware.device is Device.cuda
     gpus = max(config.hardware.gpus, 1) if on_gpu else 1
-    engine_gpus = max(config.engine.tensor_parallel, 1)
+    engine_gpus = max(config.engine.tensor_parallel, 1) if on_gpu else 1  # ranks on a CPU share one memory
     if on_gpu and engine_gpus > gpus:
         raise ConfigError(
             f"engine.tensor_parallel={engine_gpus} is more than hardware={config.hardware.name} has ({gpus}); set "

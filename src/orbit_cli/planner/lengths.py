@@ -1,7 +1,7 @@
 """How many tokens there are: in a micro-batch of the trainer, in a row of it, and in the engine at once. No torch.
 
-A micro-batch is filled by padded tokens (trainer.micro_batch_tokens), but samples of one prompt share its computation, so
-fewer are computed. Prompts may be shorter than the limit, which lets more samples in: the largest outcome counts.
+A micro-batch is filled by padded tokens (trainer.micro_batch_tokens), but samples of one prompt share its computation,
+so fewer are computed. Prompts may be shorter than the limit, which lets more samples in: the largest outcome counts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ PHASES = {"train": "train", "rollout": "rollout", "eval": "rollout", "sync": "ro
 
 
 def planned_peaks(config: OrbitConfig, *, trains: bool = True) -> dict[str, Any] | None:
-    """{"phases": {phase: {column: GiB}}, "parts": {part: bytes}}, as telemetry records it; None if it cannot be planned."""
+    """{"phases": {phase: {column: GiB}}, "parts": {part: bytes}} for telemetry; None if it cannot be planned."""
     try:
         plan = make_plan(config, trains=trains)
     except OrbitError:  # the run will say what is wrong with its model; its memory record does without a plan

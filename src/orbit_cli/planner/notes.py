@@ -11,7 +11,8 @@ from orbit_cli.planner.shape import Category
 
 def notes(plan: Plan, *, trains: bool = True) -> list[str]:
     """Sentences for the person who reads the plan, the most important first."""
-    found = [f"not built yet, so it can be planned but not run: {what}" for what in not_built(plan, trains=trains)]
+    missing = not_built(plan, trains=trains)
+    found = [f"a plan only, these are not built yet: {'; '.join(missing)}"] if missing else []
     hardware, rollout = plan.config.hardware, plan.phases[-1]
     read = _base(rollout, Side.engine) or _base(rollout, Side.trainer)
     if hardware.bandwidth_gb_s and read:

@@ -153,17 +153,28 @@ def _runtime(config: OrbitConfig, layout: Layout) -> dict[Side, Part]:
     }
 
 
+def _culprit(phase: Phase) -> str:
+    """What takes most: the two copies of the base where there are two, else the largest part."""
+    bases = {side: sum(p.nbytes for p in phase.parts if p.side is side and p.name.startswith(BASE)) for side in Side}
+    if all(bases.values()):
+        both = size(sum(bases.values()))
+        return (
+            f"its two copies of the base alone take {both}: {size(bases[Side.trainer])} for the trainer, "
+            f"{size(bases[Side.engine])} for the engine"
+        )
+    largest = max(phase.parts, key=lambda part: part.nbytes)
+    return f"the largest part is the {largest.side}'s {largest.name}, {size(largest.nbytes)}"
+
+
 def _limits(plan: Plan, engine: Engine) -> list[str]:
     """Everything that stands in the way, one sentence each, the first the most important."""
     found = []
     where = "each GPU" if plan.layout.on_gpu else "this machine"
     for phase in sorted(plan.phases, key=lambda phase: -phase.nbytes):
         if plan.budget is not None and phase.nbytes > plan.budget:
-            largest = max(phase.parts, key=lambda part: part.nbytes)
             found.append(
                 f"{phase.name} needs {size(phase.nbytes)} on {where}, which has {size(plan.budget)} to use "
-                f"({size(phase.nbytes - plan.budget)} too little); the largest part is the {largest.side}'s "
-                f"{largest.name}, {size(largest.nbytes)}"
+                f"({size(phase.nbytes - plan.budget)} too little); {_culprit(phase)}"
             )
     config, counted = plan.config, plan.lengths
     pool = config.engine.max_total_tokens
@@ -186,6 +197,7 @@ def _limits(plan: Plan, engine: Engine) -> list[str]:
             )
     if plan.model.shape.longest and counted.longest > plan.model.shape.longest:
         found.append(
-            f"sequences of {counted.longest:,} tokens are longer than the model's {plan.model.shape.longest:,} positions"
+            f"sequences of {counted.longest:,} tokens (rollout.max_prompt_tokens + max_new_tokens) are longer than the "
+            f"model's {plan.model.shape.longest:,} positions"
         )
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import ModelSource
 from orbit_cli.config.schema.system import Device
-from orbit_cli.errors import CheckpointError, ConfigError
+from orbit_cli.errors import ConfigError
 from orbit_cli.planner.advice import nearest_fit
 from orbit_cli.planner.built import not_built
 from orbit_cli.planner.checkpoint import facts_of
@@ -24,13 +24,13 @@ def preflight(config: OrbitConfig, *, trains: bool) -> Plan | None:
 
     Raises ConfigError or CheckpointError (exit code 2): no checkpoint, another model's folder, missing GPUs, memory.
     """
-    _need_checkpoint(config)
+    _need_checkpoint(config, trains)
     if not config.memory.preflight:
         return None
-    if not _can_be_planned(config):
+    plan = _plan(config, trains)
+    if plan is None:
         check_gpus(config)
         return None
-    plan = make_plan(config, trains=trains)
     problem = too_large(plan, trains=trains)
     if problem:
         raise ConfigError(problem)
@@ -38,8 +38,8 @@ def preflight(config: OrbitConfig, *, trains: bool) -> Plan | None:
     missing = not_built(plan, trains=trains) if plan.layout.on_gpu else []
     if missing:
         raise ConfigError(
-            f"{config.model.name} on hardware={config.hardware.name} needs {missing[0]}, which is not built yet; choose "
-            "a model and hardware with which `orbit plan` shows no such note"
+            f"{config.model.name} on hardware={config.hardware.name} needs {missing[0]}, which is not built yet; set a "
+            "model, hardware or layout with which `orbit plan` shows no such note"
         )
     return plan
 
@@ -62,11 +62,14 @@ def too_large(plan: Plan, *, trains: bool) -> str | None:
 
 
 def remedy(plan: Plan, trains: bool = True) -> str:
-    """What to set."""
-    overrides = [override for change in nearest_fit(plan, trains=trains) for override in change.overrides]
-    if not overrides:
+    """What to set, preferring what can be run today."""
+    today = nearest_fit(plan, trains=trains, runnable=True)
+    nearest = today or nearest_fit(plan, trains=trains)
+    if nearest is None:
         return "nothing in reach makes it fit; choose a smaller model (`orbit plan` shows every part)"
-    return f"nearest that fits: {' '.join(overrides)} (`orbit plan` shows every part)"
+    missing = not_built(nearest.plan, trains=trains)
+    but = f", which needs {missing[0]}, not built yet" if missing else ""
+    return f"nearest that fits: {' '.join(nearest.overrides)}{but} (`orbit plan` shows every part)"
 
 
 def check_gpus(config: OrbitConfig) -> None:
@@ -81,7 +84,7 @@ def check_gpus(config: OrbitConfig) -> None:
         )
 
 
-def _need_checkpoint(config: OrbitConfig) -> None:
+def _need_checkpoint(config: OrbitConfig, trains: bool) -> None:
     """Refuse a model whose files are not named, together with what else stands in the way."""
     model = config.model
     if model.source is not ModelSource.checkpoint:
@@ -91,26 +94,32 @@ def _need_checkpoint(config: OrbitConfig) -> None:
         return
     if model.repository is None:
         raise ConfigError("model.source=checkpoint needs model.path; set it to a Hugging Face checkpoint folder")
-    plan = make_plan(config)
+    plan = make_plan(config, trains=trains)
     problem = (
         f"model.path is not set, and the {size(plan.model.checkpoint_bytes)} of {model.name} are not part of Orbit; "
         f"download {model.repository} and set model.path=FOLDER"
     )
-    also = too_large(plan, trains=True)
+    also = too_large(plan, trains=trains)
+    found, needed = visible_gpus(), max(1, config.hardware.gpus)
     if also:
         raise ConfigError(f"{problem}; moreover {also}")
-    try:
-        check_gpus(config)
-    except ConfigError as error:
-        raise ConfigError(f"{problem}; moreover {error}") from error
-    raise ConfigError(f"{problem} (with it, {model.name} fits hardware={config.hardware.name})")
+    if plan.layout.on_gpu and found is not None and found < needed:
+        name = config.hardware.name
+        raise ConfigError(
+            f"{problem}; moreover hardware={name} needs {needed} GPU(s) and this machine shows {found}: run it where "
+            "they are"
+        )
+    raise ConfigError(f"{problem} (then {model.name} fits hardware={config.hardware.name})")
 
 
-def _can_be_planned(config: OrbitConfig) -> bool:
+def _plan(config: OrbitConfig, trains: bool) -> Plan | None:
+    """The plan; None for a model whose family is not known here, and on a CPU for whatever cannot be planned."""
+    facts = facts_of(config.model) if config.model.path or config.model.architecture else None
+    if facts is None or facts.model_type not in FAMILIES:
+        return None
     try:
-        facts = facts_of(config.model)
-    except CheckpointError:
-        raise
+        return make_plan(config, trains=trains)
     except ConfigError:
-        return False
-    return facts.model_type in FAMILIES
+        if config.hardware.device is Device.cuda:
+            raise
+        return None  # what works on a CPU is not refused for a figure that is missing

@@ -1,7 +1,7 @@
 """The engine's share of a plan: base, adapter slots, key-value cache, graphs, prefill. No torch.
 
-Counts what SGLang 0.5.17 does under orbit_cli.engine: it reserves mem_fraction_static of a GPU for base, slots and cache
-unless engine.max_total_tokens bounds the cache; our plugin holds engine.live_versions + 1 slots.
+Counts what SGLang 0.5.17 does under orbit_cli.engine: it reserves mem_fraction_static of a GPU for base, slots and
+cache unless engine.max_total_tokens bounds the cache; our plugin holds engine.live_versions + 1 slots.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Engine:
         return [part for part in parts if part.nbytes]
 
     def base(self) -> list[Part]:
-        """The frozen base by category. On a CPU the plugin also keeps quantised linears decoded; experts stay packed."""
+        """The frozen base by category. On a CPU quantised linears are kept decoded too; experts stay packed."""
         parts = []
         for held in self.model.held:
             nbytes, extra = held.nbytes(self.dtype_bytes), ""
@@ -156,8 +156,8 @@ class Engine:
                 name="prefill and sampling",
                 side=Side.engine,
                 nbytes=chunk * per_token * each + logits,
-                formula=f"{chunk:,} tokens x (6 x {a.stream:,} + {inner:,}) x {each} B + logits {self.lengths.running} x "
-                f"{self.shape.vocabulary:,} x 12 B",
+                formula=f"{chunk:,} tokens x (6 x {a.stream:,} + {inner:,}) x {each} B + logits "
+                f"{self.lengths.running} x {self.shape.vocabulary:,} x 12 B",
             )
         ]
 

@@ -1,12 +1,12 @@
 """The published memory study of frozen-base RL: weights and gradients of four recipes over model size.
 
 The study counts N parameters at w bits and their gradients at g bits, N (w + g) / 8 bytes, with N rounded to three
-digits: full fine-tuning in BF16 with BF16 gradients, FP8 weights with BF16 or FP8 gradients, and a frozen 4-bit base with
-an adapter of a bits per parameter, weight and gradient each: N (4 + 2a) / 8. For Kimi-K2.6 that gives its 4,120 and 528 GB
-with OFT in blocks of 32 on the published recipe's linears, one rotation for gate and up together.
+digits: full fine-tuning in BF16 with BF16 gradients, FP8 weights with BF16 or FP8 gradients, and a frozen 4-bit base
+with an adapter of a bits per parameter, weight and gradient each: N (4 + 2a) / 8. For Kimi-K2.6 that gives its 4,120
+and 528 GB with OFT in blocks of 32 on the published recipe's linears, one rotation for gate and up together.
 
-What the formula leaves out is in the last columns: the published files hold scales and BF16 parts (4.5 bit for INT4 with a
-BF16 scale per 32, 4.25 for MXFP4), and no recipe counts optimiser moments, master weights, activations or caches.
+What the formula leaves out is in the last columns: the published files hold scales and BF16 parts (4.5 bit for INT4
+with a BF16 scale per 32, 4.25 for MXFP4), and no recipe counts optimiser moments, master weights, activations, caches.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ class Trainer:
             name="attention mask and pairs",
             side=Side.trainer,
             nbytes=tokens * row * (mask + plain),
-            formula=f"{tokens:,} tokens x rows of {row:,} x ({mask:,} B mask + {plain:,} B probabilities, {layers} layers)",
+            formula=f"{tokens:,} tokens x rows of {row:,} x ({mask:,} B mask + {plain:,} B probabilities over {layers} "
+            "layers)",
         )
 
     def logits(self) -> Part:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from orbit_cli.planner.advice import Change, largest_micro_batch, longest_response, nearest_fit, sequences_at_once
+from orbit_cli.planner.advice import largest_micro_batch, longest_response, nearest_fit, sequences_at_once
+from orbit_cli.planner.built import not_built
 from orbit_cli.planner.notes import notes
 from orbit_cli.planner.plan import Plan, dtype_bytes
 
 
-def to_json(plan: Plan, nearest: list[Change] | None = None) -> dict[str, Any]:
+def to_json(plan: Plan) -> dict[str, Any]:
     """Everything that the table shows, and every part with its formula."""
     shape, layout, memory = plan.model.shape, plan.layout, plan.config.memory
-    nearest = nearest_fit(plan) if nearest is None else nearest
+    nearest, today = nearest_fit(plan), nearest_fit(plan, runnable=True)
     cache = shape.cache
     return {
         "model": plan.config.model.name,
@@ -49,7 +50,9 @@ def to_json(plan: Plan, nearest: list[Change] | None = None) -> dict[str, Any]:
             }
             for phase in plan.phases
         },
-        "nearest": [override for change in nearest for override in change.overrides],
+        "nearest": nearest.overrides if nearest else [],
+        "nearest_runnable": today.overrides if today else [],
+        "not_built": not_built(plan),
         "longest_response_tokens": longest_response(plan),
         "largest_micro_batch_tokens": largest_micro_batch(plan),
         "sequences_at_once": sequences_at_once(plan),

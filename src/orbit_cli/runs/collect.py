@@ -16,6 +16,7 @@ from typing import Any
 from orbit_cli.config.schema.learning import Split
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.errors import ConfigError
+from orbit_cli.planner.measured import planned_peaks
 from orbit_cli.runs.adapters import ServedAdapter, resolve_adapter
 from orbit_cli.runs.assembly import check_device, serving
 from orbit_cli.telemetry.recorder import Recorder
@@ -34,6 +35,7 @@ def collect(config: OrbitConfig) -> dict[str, Any]:
     rows = target if target.suffix == ".jsonl" else target.with_suffix(".jsonl")
     rows.parent.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder, config)
+    recorder.planned(planned_peaks(config, trains=False))
     with folder.running(), recorder, serving(config, folder.engine_log, recorder.notify, adapter=adapter) as served:
         version = adapter.publish(served.engine) if adapter else None
         if config.rollout.collect_split is Split.eval:

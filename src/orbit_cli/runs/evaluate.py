@@ -6,6 +6,7 @@ from typing import Any
 
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.errors import ConfigError
+from orbit_cli.planner.measured import planned_peaks
 from orbit_cli.rollout.evaluate import eval_metrics, evaluate_version
 from orbit_cli.runs.adapters import resolve_adapter
 from orbit_cli.runs.assembly import check_device, serving
@@ -24,6 +25,7 @@ def evaluate(config: OrbitConfig) -> dict[str, dict[str, dict[str, float]]]:
         )
     folder = RunFolder.create(config)
     recorder = Recorder(folder, config)
+    recorder.planned(planned_peaks(config, trains=False))
     table: dict[str, dict[str, dict[str, float]]] = {}
     with folder.running(), recorder, serving(config, folder.engine_log, recorder.notify, adapter=adapter) as served:
         policies: list[tuple[str, int | None]] = [("base", None)] if config.evaluation.base else []

@@ -8,6 +8,7 @@ from orbit_cli.adapters.peft_io import export_peft
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.errors import ParityError
 from orbit_cli.models.build import TrainerModel
+from orbit_cli.planner.measured import planned_peaks
 from orbit_cli.quantization.identity import base_checksum
 from orbit_cli.rollout.source import RolloutSource
 from orbit_cli.runs.assembly import Serving, check_device, compute_dtype, probe_tokens, serving
@@ -32,11 +33,13 @@ def train(config: OrbitConfig) -> dict[str, Any]:
     config.check_trainable()
     folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config)
     recorder = Recorder(folder, config)
+    recorder.planned(planned_peaks(config))
     with folder.running(), recorder, StopRequest() as stop:
         with serving(config, folder.engine_log, recorder.notify, with_trainer=True) as served:
             model = served.model
             session = _session(config, folder, recorder, stop, served, model)
             frozen = model.checksum()
+            recorder.held(model.memory())
             recorder.receipts(_adapted_rows(model), _facts(config, served, model, frozen))
             train_loop(session)
             session.publisher.check_frozen(session.state.version)

@@ -1,4 +1,5 @@
-"""Peak memory by phase: of this process, of its children (the engine), and of the GPU where there is one.
+"""Peak memory by phase: of this process, of its children (the engine), and of the GPU where there is one; and beside it
+what was planned.
 
 Linux: the process's peak (VmHWM) is reset at the start of each phase by writing to /proc/self/clear_refs; where that is
 not allowed the peak since start is recorded, and said so. Never imports torch: it looks at torch only if it is loaded.
@@ -29,7 +30,18 @@ class MemoryRecorder:
         self._path = path
         earlier = read_json(path) or {}  # of the run that is resumed
         self._phases: dict[str, dict[str, float]] = earlier.get("phases", {})
+        self._planned: dict[str, Any] = {"phases": {}, "parts": {}}
+        self._held: dict[str, int] = {}
         self._resettable = True
+
+    def planned(self, peaks: dict[str, Any] | None) -> None:
+        """What was predicted: {"phases": {phase: {column: GiB}}, "parts": {part: bytes}}, or nothing."""
+        if peaks is not None:
+            self._planned = peaks
+
+    def held(self, parts: dict[str, int]) -> None:
+        """Bytes that the trainer's base, adapter and gradients take, counted exactly."""
+        self._held = parts
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -59,8 +71,24 @@ class MemoryRecorder:
 
     def _write(self) -> None:
         kind = "peak in the phase" if self._resettable else "peak since the process started"
-        record = {"process_gib_is": kind, "phases": self._phases}
+        record: dict[str, Any] = {"process_gib_is": kind, "phases": self._phases}
+        if self._planned["phases"]:
+            record["planned"] = {
+                name: {key: beside(planned, self._phases[name].get(key)) for key, planned in columns.items()}
+                for name, columns in self._planned["phases"].items()
+                if name in self._phases
+            }
+            record["parts"] = {
+                name: beside(nbytes / GIB, self._held[name] / GIB if name in self._held else None)
+                for name, nbytes in self._planned["parts"].items()
+            }
         write_json(self._path, record)
+
+
+def beside(planned_gib: float, measured_gib: float | None) -> dict[str, float | None]:
+    """A planned figure, the measured one, and how far the plan is off it in percent (above 0: planned too much)."""
+    off = None if not measured_gib else 100 * (planned_gib - measured_gib) / measured_gib
+    return {"planned_gib": planned_gib, "measured_gib": measured_gib, "off_percent": off}
 
 
 def peaks() -> dict[str, float]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.system import WandbMode
@@ -75,6 +75,14 @@ class Recorder:
         made = receipts(self._config, run=self.folder.path, adapted=adapted, facts=facts)
         made.save(self.folder.receipts)
         self._console.receipts(made.lines())
+
+    def planned(self, peaks: dict[str, Any] | None) -> None:
+        """Planned memory of this run, kept beside the measured; None if there is no plan."""
+        self._memory.planned(peaks)
+
+    def held(self, parts: dict[str, int]) -> None:
+        """Bytes of the trainer's base, adapter and gradients, counted exactly."""
+        self._memory.held(parts)
 
     def notify(self, text: str) -> None:
         """A line for the person who watches."""

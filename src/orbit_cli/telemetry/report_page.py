@@ -146,7 +146,26 @@ def _memory(folder: RunFolder) -> str:
     )
     kind = escape(found["process_gib_is"])
     note = f"<p class='sub'>GiB; process: {kind}; children: the engine, when the phase ended</p>"
-    return f"<table><tr><th>phase</th>{head}</tr>{lines}</table>{note}"
+    return f"<table><tr><th>phase</th>{head}</tr>{lines}</table>{note}{_planned(found)}"
+
+
+def _planned(memory: dict[str, Any]) -> str:
+    """Planned against measured: peaks by phase, then what the trainer holds by part."""
+    rows = [
+        (f"{phase}: {column.removesuffix('_gib')}", pair)
+        for phase, columns in memory.get("planned", {}).items()
+        for column, pair in columns.items()
+    ]
+    rows += [(f"trainer: {name}", pair) for name, pair in memory.get("parts", {}).items()]
+    shown = [(name, pair) for name, pair in rows if pair["measured_gib"] is not None]
+    if not shown:
+        return ""
+    lines = "".join(
+        f"<tr><th>{escape(name)}</th><td>{pair['planned_gib']:.3f}</td><td>{pair['measured_gib']:.3f}</td>"
+        f"<td>{'' if pair['off_percent'] is None else format(pair['off_percent'], '+.0f') + ' %'}</td></tr>"
+        for name, pair in shown
+    )
+    return f"<p></p><table><tr><th>GiB</th><th>planned</th><th>measured</th><th>off</th></tr>{lines}</table>"
 
 
 def _samples(folder: RunFolder) -> str:
