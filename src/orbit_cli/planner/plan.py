@@ -141,15 +141,12 @@ def _runtime(config: OrbitConfig, layout: Layout) -> dict[Side, Part]:
             )
             for side in Side
         }
-    hosts = {Side.trainer: "trainer_host_gib", Side.engine: "engine_host_gib"}
+    hosts = {Side.trainer: want.trainer_host_gib, Side.engine: want.engine_host_gib}
     return {
         side: Part(
-            name="libraries",
-            side=side,
-            nbytes=round(getattr(want, key) * GIB),
-            formula=f"memory.{key}={getattr(want, key):g}",
+            name="libraries", side=side, nbytes=round(gib * GIB), formula=f"memory.{side}_host_gib={gib:g}, measured"
         )
-        for side, key in hosts.items()
+        for side, gib in hosts.items()
     }
 
 

@@ -126,7 +126,7 @@ def held_by_category(shape: ModelShape, rules: Rules) -> tuple[Held, ...]:
                 category=category,
                 parameters=sum(w.parameters for w in weights),
                 quantised=sum(w.parameters for w in coded),
-                quantised_bytes=sum(stored(w, rules).nbytes for w in coded),
+                quantised_bytes=sum(stored(w, rules).nbytes - _only_in_files(w, rules) for w in coded),
                 plain=sum(w.parameters for w in rest if w.plain is Plain.bf16),
                 fixed_bytes=sum(w.parameters * _PLAIN_BYTES[w.plain] for w in rest if w.plain is not Plain.bf16),
             )
@@ -152,6 +152,11 @@ def largest_unit(shape: ModelShape, rules: Rules, ranks: int) -> int:
             per_layer = stored(w, rules).nbytes // max(len(w.layers), 1)
             sizes.append(per_layer // ranks if w.category is Category.experts else per_layer)
     return max(sizes)
+
+
+def _only_in_files(weight: Weight, rules: Rules) -> int:
+    """Bytes of INT4's weight_shape, which is read and not kept."""
+    return 2 * rules.shape_bytes * weight.count if rules.format_of(weight) == "int4" else 0
 
 
 def _matches(entry: str, path: str, parts: list[str]) -> bool:

@@ -1,0 +1,41 @@
+"""The published memory study is reproduced, and what it leaves out is said."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from orbit_cli.planner.study import FROZEN, RECIPES, Row, study
+from orbit_cli.planner.study_plot import plot
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[Row]:
+    return study()
+
+
+def test_the_four_recipes_over_model_size(counted: list[Row]) -> None:
+    rows = {row.name: row for row in counted}
+    kimi = rows["kimi_k26"]
+    assert {name: f"{nbytes / 1e9:.0f}" for name, nbytes in kimi.nbytes.items()} == {
+        "BF16 + BF16": "4120",
+        "FP8 + BF16": "3090",
+        "FP8 + FP8": "2060",
+        FROZEN: "528",
+    }
+    assert f"{kimi.adapter_bits:.4f}" == "0.0516"
+    assert f"{kimi.adapter_parameters / 1e9:.3f}" == "3.310"
+    assert f"{kimi.checkpoint_bytes / 1e9:.2f}" == "595.15"  # the real base, which 4.0 bit for everything is not
+    assert f"{kimi.real_bytes / 1e9:.0f}" == "608"
+    sizes = [row.parameters for row in counted]
+    assert sizes == sorted(sizes)
+    assert all(list(row.nbytes) == [*RECIPES, FROZEN] for row in rows.values())
+
+
+def test_the_plot_is_a_whole_svg_with_every_model_and_recipe(counted: list[Row]) -> None:
+    text = plot(counted)
+    root = ElementTree.fromstring(text)
+    labels = " ".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
+    for word in (*RECIPES, FROZEN, *(row.name for row in counted), "b200x8"):
+        assert word in labels

@@ -1,0 +1,164 @@
+"""What train, rollout and eval refuse before they load anything, and what they never refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from planning import composed
+
+from orbit_cli.config.compose import compose
+from orbit_cli.config.locate import recipe_names
+from orbit_cli.errors import CheckpointError, ConfigError
+from orbit_cli.planner import preflight as room
+from orbit_cli.planner.measured import planned_peaks
+from orbit_cli.planner.preflight import preflight
+
+WITHOUT_GPU = 0
+EIGHT = 8
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    def show(count: int | None) -> None:
+        monkeypatch.setattr(room, "visible_gpus", lambda: count)
+
+    return show
+
+
+def folder(tmp_path: Path, **config: object) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return f"model.path={tmp_path}"
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_what_works_on_a_cpu_is_not_refused(recipe: str) -> None:
+    plan = preflight(composed(f"recipe={recipe}"), trains=True)
+    assert plan is not None and plan.certain_bytes < 1e9
+
+
+def test_a_small_machine_is_not_refused_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned on a CPU is a bound; only base and adapter are certain."""
+    config = compose(["hardware.memory_mib=2048"])
+    plan = preflight(config, trains=True)
+    assert plan is not None and not plan.fits
+
+
+def test_a_checkpoint_that_is_not_named() -> None:
+    for overrides in ([], ["hardware=b200x8"]):
+        with pytest.raises(ConfigError) as caught:
+            preflight(composed("model=deepseek_v4_flash", *overrides), trains=True)
+        sentence = str(caught.value)
+        assert "model.path is not set" in sentence and "159.6 GB" in sentence
+        assert "download deepseek-ai/DeepSeek-V4-Flash and set model.path=FOLDER" in sentence
+        assert "moreover" in sentence and "\n" not in sentence
+        assert caught.value.exit_code == 2
+
+
+def test_missing_gpus_are_told_with_it(gpus) -> None:
+    gpus(WITHOUT_GPU)
+    with pytest.raises(ConfigError, match="hardware=b200x8 needs 8 GPU.s. and this machine shows 0"):
+        preflight(composed("model=deepseek_v4_flash", "hardware=b200x8"), trains=True)
+    with pytest.raises(ConfigError, match="hardware=h200x1 needs 1 GPU.s., this machine shows 0; set hardware=cpu"):
+        preflight(composed("hardware=h200x1"), trains=True)
+
+
+def test_a_machine_that_does_not_say_is_left_to_the_run(gpus) -> None:
+    gpus(None)
+    assert preflight(composed("hardware=h200x1"), trains=True) is not None
+
+
+def test_what_cannot_fit_is_refused_with_numbers_and_a_remedy(gpus) -> None:
+    gpus(EIGHT)
+    config = compose(["model=qwen3_30b_a3b", "hardware=h200x1", "quantization=bf16"])
+    config.model.source = composed("model=tiny_moe").model.source  # random weights need no files
+    with pytest.raises(ConfigError) as caught:
+        preflight(config, trains=True)
+    sentence = str(caught.value)
+    assert "does not fit hardware=h200x1" in sentence and "GB to use" in sentence
+    assert "nearest that fits: engine.max_total_tokens=" in sentence
+    config.memory.preflight = False
+    assert preflight(config, trains=True) is None
+
+
+def test_sampling_needs_less_than_training(gpus) -> None:
+    gpus(EIGHT)
+    engine = ["engine.mem_fraction_static=0.9", "engine.max_total_tokens=12288"]
+    config = compose(["model=qwen3_30b_a3b", "hardware=rtx4090x1", *engine])
+    config.model.source = composed("model=tiny_moe").model.source
+    assert preflight(config, trains=False) is not None
+    with pytest.raises(ConfigError, match="does not fit"):
+        preflight(config, trains=True)
+
+
+def test_what_is_not_built_yet_is_refused_by_a_run(gpus) -> None:
+    gpus(EIGHT)
+    config = compose(["model=tiny_moe", "hardware=h200x1", "memory.shared_base=true"])
+    with pytest.raises(ConfigError, match="memory.shared_base.*not built yet"):
+        preflight(config, trains=True)
+
+
+def test_a_folder_of_another_model_is_told_by_its_first_difference(tmp_path: Path) -> None:
+    given = folder(tmp_path, model_type="qwen3", hidden_size=4096)
+    with pytest.raises(CheckpointError, match="model_type='qwen3' where deepseek_v4_flash has 'deepseek_v4'"):
+        preflight(compose(["model=deepseek_v4_flash", given]), trains=True)
+    given = folder(tmp_path, model_type="deepseek_v4", hidden_size=7168)
+    with pytest.raises(CheckpointError, match="hidden_size=7168 where deepseek_v4_flash has 4096"):
+        preflight(compose(["model=deepseek_v4_flash", given]), trains=True)
+    nested = {"model_type": "kimi_k2", "num_hidden_layers": 27}
+    given = folder(tmp_path, model_type="kimi_k25", text_config=nested)
+    with pytest.raises(CheckpointError, match="text_config.num_hidden_layers=27 where kimi_k26 has 61"):
+        preflight(compose(["model=kimi_k26", given]), trains=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: None, "is no folder"),
+        (lambda path: path.mkdir(), "has no config.json"),
+        (lambda path: (path.mkdir(), (path / "config.json").write_text("{")), "not valid JSON"),
+        (lambda path: (path.mkdir(), (path / "config.json").write_text("[]")), "no mapping"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint(make, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    make(path)
+    with pytest.raises(CheckpointError, match=words):
+        preflight(compose(["model=qwen3_4b", f"model.path={path}"]), trains=True)
+
+
+def test_the_checkpoints_own_facts_are_planned_with(tmp_path: Path) -> None:
+    """Extra and re-spelt keys are no difference; what the folder says decides."""
+    published = composed("model=qwen3_4b").model.architecture
+    own = {key: value for key, value in published.items() if key != "rope_theta"}
+    given = folder(tmp_path, **own, rope_parameters={"rope_theta": 1e6}, architectures=["Qwen3ForCausalLM"])
+    plan = preflight(compose(["model=qwen3_4b", given]), trains=True)
+    assert plan is not None and plan.model.shape.parameters == 4_022_468_096
+    given = folder(tmp_path, **(own | {"num_hidden_layers": 2}))
+    plan = preflight(compose(["model=checkpoint", given]), trains=True)
+    assert plan is not None and plan.model.shape.layers == 2
+
+
+def test_a_family_that_is_not_known_is_left_to_the_run(tmp_path: Path) -> None:
+    given = folder(tmp_path, model_type="mystery")
+    config = compose(["model=checkpoint", given])
+    assert preflight(config, trains=True) is None
+    assert planned_peaks(config) is None
+
+
+def test_planned_peaks_have_the_columns_of_the_memory_record() -> None:
+    cpu = planned_peaks(composed("recipe=smoke_moe_lora"))
+    assert set(cpu["phases"]) == {"train", "rollout", "eval", "sync"}
+    assert set(cpu["phases"]["train"]) == {"process_gib", "children_gib"}
+    # What TrainerModel.memory() counts for this recipe; only the small rotary tables are not planned.
+    assert cpu["parts"] == {
+        "base_packed": 138_240,
+        "base_plain": pytest.approx(25_171_840, abs=1024),
+        "adapter": 475_136,
+        "adapter_grads": 475_136,
+    }
+    gpu = planned_peaks(composed("model=kimi_k26", "hardware=b200x8"))
+    assert set(gpu["phases"]["train"]) == {f"cuda{index}_gib" for index in range(8)}
+    sampled = planned_peaks(composed("recipe=smoke_moe_lora"), trains=False)
+    assert set(sampled["phases"]) == {"rollout", "eval", "sync"} and sampled["parts"] == {}
