@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orbit_cli.telemetry.memory import MemoryRecorder, children_gib, rss_gib
+import pytest
+
+from orbit_cli.telemetry.memory import GIB, MemoryRecorder, children_gib, rss_gib
 
 MIB = 1 << 20
 
@@ -50,3 +52,30 @@ def test_a_resumed_run_keeps_the_peaks(tmp_path: Path) -> None:
         pass
     record = json.loads(path.read_text())
     assert set(record["phases"]) == {"train", "rollout"}
+
+
+def test_planned_stands_beside_measured(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    recorder = MemoryRecorder(path)
+    recorder.planned({"phases": {"train": {"process_gib": 0.5}, "eval": {"process_gib": 9.0}}, "parts": {"base": GIB}})
+    recorder.held({"base": 2 * GIB})
+    with recorder.phase("train"):
+        pass
+    record = json.loads(path.read_text())
+    assert set(record["planned"]) == {"train"}  # of what was measured
+    pair = record["planned"]["train"]["process_gib"]
+    measured = record["phases"]["train"]["process_gib"]
+    assert pair == {
+        "planned_gib": 0.5,
+        "measured_gib": measured,
+        "off_percent": pytest.approx(100 * (0.5 - measured) / measured),
+    }
+    assert record["parts"]["base"] == {"planned_gib": 1.0, "measured_gib": 2.0, "off_percent": -50.0}
+
+
+def test_without_a_plan_the_record_has_none(tmp_path: Path) -> None:
+    recorder = MemoryRecorder(tmp_path / "memory.json")
+    recorder.planned(None)
+    with recorder.phase("eval"):
+        pass
+    assert set(json.loads((tmp_path / "memory.json").read_text())) == {"process_gib_is", "phases"}

@@ -19,7 +19,7 @@ MINOR = {f"{BASE}{c}" for c in (Category.router, Category.norms, Category.hash_t
 MINOR_ROW = f"{BASE}router, norms and the like"
 KINDS = {  # what a bar is made of: letter, meaning
     "B": "trainer's base",
-    "a": "adapter, optimizer",
+    "a": "adapter state",
     "x": "activations",
     "E": "engine's base",
     "k": "KV cache",
@@ -86,7 +86,7 @@ def _heading(plan: Plan) -> list[str]:
     base = (
         f"{files} of files"
         if plan.model.base_bytes == plan.model.checkpoint_bytes
-        else (f"{files} as published, {size(plan.model.base_bytes)} as {config.quantization.format} base")
+        else (f"{files} published, {size(plan.model.base_bytes)} as {config.quantization.format} base")
     )
     lines = [f"model      {config.model.name}: {count(shape.parameters)} parameters{active}; {base}"]
     memory = "memory unknown" if plan.memory is None else f"{size(plan.memory)}, {size(plan.budget or 0)} usable"
@@ -157,7 +157,7 @@ def _bars(plan: Plan) -> list[str]:
     used = {_kind(part) for phase in plan.phases for part in phase.parts}
     legend = [f"{letter} {meaning}" for letter, meaning in KINDS.items() if letter in used]
     legend += ["| usable"] if plan.budget is not None else []
-    return [*lines, *"  " + "   ".join(legend)]
+    return [*lines, "  " + "  ".join(legend)]
 
 
 def _bar(phase: Phase, whole: int, plan: Plan) -> str:
@@ -231,5 +231,5 @@ def _formulas(plan: Plan) -> list[str]:
 
 
 def _explained(part: Part) -> list[str]:
-    head = f"  {part.key:<42} {size(part.nbytes):>9}  = "
-    return textwrap.wrap(part.formula, WIDTH + 20, initial_indent=head, subsequent_indent=" " * len(head))
+    head = f"  {part.key:<36} {size(part.nbytes):>8} = "
+    return textwrap.wrap(part.formula, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))

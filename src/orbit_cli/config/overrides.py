@@ -185,7 +185,8 @@ def combinations(arguments: list[str]) -> list[tuple[str, list[str]]]:
         override = parser.parse_override(argument)
         key = argument.partition("=")[0]
         values = list(override.sweep_string_iterator()) if override.is_sweep_override() else []
-        choices.append([f"{key}={value}" for value in values] or [argument])
+        spelt = {"True": "true", "False": "false"} if set(map(type, _elements(override))) == {bool} else {}
+        choices.append([f"{key}={spelt.get(value, value)}" for value in values] or [argument])
     found = []
     for chosen in itertools.product(*choices):
         own = [text for text, options in zip(chosen, choices, strict=True) if len(options) > 1]

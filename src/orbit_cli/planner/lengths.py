@@ -24,12 +24,11 @@ class Lengths:
     scored: int  # response tokens in it
     running: int  # sequences that the engine decodes at once
     in_flight: int  # tokens of these at full length
-    sampled: int  # tokens that the engine sees over the whole run
 
 
 def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
     """Token counts of a config; `ranks` trainer ranks share the samples of a step."""
-    r, t, e = config.rollout, config.trainer, config.evaluation
+    r, t = config.rollout, config.trainer
     prompt, response, group = r.max_prompt_tokens, r.max_new_tokens * config.environment.max_turns, r.group_size
     samples = r.prompts_per_step * group
     mine = max(1, math.ceil(math.ceil(r.prompts_per_step / t.minibatches) * group / ranks))
@@ -40,8 +39,6 @@ def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
         outcomes.append((math.ceil(fitting / group) * length + fitting * response, fitting, length))
     tokens, fitting, length = max(outcomes)
     running = min(config.engine.max_running_requests, samples)
-    evaluations = 2 + (t.steps // e.every if e.every else 0)
-    eval_response = (e.max_new_tokens or r.max_new_tokens) * config.environment.max_turns
     return Lengths(
         longest=prompt + response,
         samples=samples,
@@ -51,6 +48,4 @@ def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
         scored=fitting * response,
         running=running,
         in_flight=running * (prompt + response),
-        sampled=t.steps * (r.prompts_per_step * prompt + samples * response)
-        + evaluations * e.prompts * (prompt + e.samples * eval_response),
     )

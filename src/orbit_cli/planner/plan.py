@@ -109,11 +109,13 @@ def _phases(config: OrbitConfig, layout: Layout, trainer: Trainer, engine: Engin
     runtime = _runtime(config, layout)
     served = [*engine.resident(), runtime[Side.engine]]
     if not trains:
-        return [Phase(name="rollout", parts=[*served, *engine.transient()])]
+        own = [] if layout.on_gpu else [runtime[Side.trainer]]
+        return [Phase(name="rollout", parts=[*own, *served, *engine.transient()])]
     trained = [*trainer.resident(), runtime[Side.trainer]]
+    passing = trainer.transient()
     if not layout.colocated:
         return [
-            Phase(name="train", parts=[*trained, *trainer.transient()]),
+            Phase(name="train", parts=[*trained, *passing]),
             Phase(name="rollout", parts=[*served, *engine.transient()]),
         ]
     if config.memory.shared_base:
@@ -122,8 +124,11 @@ def _phases(config: OrbitConfig, layout: Layout, trainer: Trainer, engine: Engin
     if config.memory.offload is Offload.swap:
         waiting_trainer = [part for part in trained if not part.name.startswith(BASE)]
         waiting_engine = [part for part in served if not part.name.startswith((BASE, "KV cache"))]
+    if not layout.on_gpu:
+        slack, kept = _host_allocator(config, passing)
+        passing, waiting_trainer = [*passing, slack], [*trained, kept]
     return [
-        Phase(name="train", parts=[*trained, *trainer.transient(), *waiting_engine]),
+        Phase(name="train", parts=[*trained, *passing, *waiting_engine]),
         Phase(name="rollout", parts=[*waiting_trainer, *served, *engine.transient()]),
     ]
 
@@ -148,6 +153,24 @@ def _runtime(config: OrbitConfig, layout: Layout) -> dict[Side, Part]:
         )
         for side, gib in hosts.items()
     }
+
+
+def _host_allocator(config: OrbitConfig, passing: list[Part]) -> tuple[Part, Part]:
+    """CPU: what the C allocator takes on top while training, and what it keeps of all that afterwards."""
+    nbytes, share = sum(part.nbytes for part in passing), config.memory.host_slack
+    slack = Part(
+        name="allocator",
+        side=Side.trainer,
+        nbytes=round(nbytes * share),
+        formula=f"memory.host_slack={share:g} of what comes and goes, measured",
+    )
+    kept = Part(
+        name="kept by the allocator after training",
+        side=Side.trainer,
+        nbytes=round(nbytes * (1 + share)),
+        formula=f"what comes and goes in training x (1 + memory.host_slack={share:g})",
+    )
+    return slack, kept
 
 
 def _culprit(phase: Phase) -> str:

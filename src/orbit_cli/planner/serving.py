@@ -85,15 +85,8 @@ class Engine:
         tokens = self.config.engine.max_total_tokens
         if not self.layout.on_gpu:
             pool = tokens or CPU_TOKENS
-            touched = min(pool, self.lengths.sampled)
-            return [
-                Part(
-                    name="KV cache",
-                    side=Side.engine,
-                    nbytes=round(touched * each),
-                    formula=f"{touched:,} tokens touched of {pool:,} x {each:,.0f} B ({why})",
-                )
-            ]
+            formula = f"{pool:,} tokens x {each:,.0f} B ({why})"
+            return [Part(name="KV cache", side=Side.engine, nbytes=round(pool * each), formula=formula)]
         state = self.shape.cache.sequence_bytes * (self.config.engine.max_running_requests + 2)
         if tokens is None:
             return [*self._state(state), self._open_cache(held + state, each, why)]

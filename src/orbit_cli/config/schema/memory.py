@@ -59,10 +59,12 @@ class MemoryConfig:
     """GPU memory of one process's CUDA context and libraries, in GiB; trainer and engine have one each."""
     graphs_gib: float = 0.8
     """GPU memory of the engine's CUDA graphs and workspaces, in GiB; 0 is counted with engine.cuda_graph_max_bs=0."""
-    trainer_host_gib: float = 1.1
-    """Resident memory of the trainer's process before it holds a model, in GiB (torch, transformers, our code)."""
-    engine_host_gib: float = 4.5
-    """Resident memory of the engine's processes before they hold a model, in GiB (SGLang starts several)."""
+    trainer_host_gib: float = 0.95
+    """CPU: resident memory of our own process before it holds a model, in GiB (torch, transformers, our code)."""
+    engine_host_gib: float = 1.9
+    """CPU: resident memory of the engine's processes before they hold a model, in GiB (SGLang starts several)."""
+    host_slack: float = 0.2
+    """CPU: what the C allocator takes on top of tensors that come and go, as a share of them; it keeps all of it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 0.5:

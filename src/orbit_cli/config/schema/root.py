@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from orbit_cli.config.schema.base import AdapterConfig, AdapterKind, ModelConfig, QuantizationConfig
 from orbit_cli.config.schema.learning import (
@@ -48,7 +48,7 @@ class OrbitConfig:
     """Publishing adapter versions and proving that they arrived."""
     hardware: HardwareConfig
     """The machine."""
-    memory: MemoryConfig
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     """Where base, adapter and caches lie."""
     logging: LoggingConfig
     """Mirrors and console."""
