@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import ComputeDtype
-from orbit_cli.config.schema.memory import Offload
+from orbit_cli.config.schema.memory import Offload, TrainerLayout
 from orbit_cli.config.schema.system import Device
 from orbit_cli.planner.adapters import sites
 from orbit_cli.planner.layout import Layout, decide
@@ -74,7 +74,8 @@ def make_plan(config: OrbitConfig, *, model: Model | None = None, trains: bool =
     on_gpu = config.hardware.device is Device.cuda
     memory = config.hardware.memory_mib * MIB if config.hardware.memory_mib else None if on_gpu else host_memory()
     layout = decide(config, model.shape, model.base_bytes, memory)
-    counted = lengths(config, layout.trainer_gpus if trains else 1)
+    spread = trains and layout.trainer is not TrainerLayout.replicated  # whole copies may each take a whole micro-batch
+    counted = lengths(config, layout.trainer_gpus if spread else 1)
     shared = {
         "config": config,
         "model": model,
@@ -174,9 +175,9 @@ def _host_allocator(config: OrbitConfig, passing: list[Part]) -> tuple[Part, Par
 
 
 def _culprit(phase: Phase) -> str:
-    """What takes most: the two copies of the base where there are two, else the largest part."""
+    """What takes most: the two copies of the base where these are half of it, else the largest part."""
     bases = {side: sum(p.nbytes for p in phase.parts if p.side is side and p.name.startswith(BASE)) for side in Side}
-    if all(bases.values()):
+    if all(bases.values()) and sum(bases.values()) > phase.nbytes / 2:
         both = size(sum(bases.values()))
         return (
             f"its two copies of the base alone take {both}: {size(bases[Side.trainer])} for the trainer, "

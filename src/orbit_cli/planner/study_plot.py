@@ -10,6 +10,7 @@ from orbit_cli.planner.study import FROZEN, RECIPES, Row
 
 WIDTH, HEIGHT = 760, 460
 LEFT, RIGHT, TOP, BOTTOM = 70, 190, 46, 56
+LINE = 15  # between labels
 COLOURS = ("#9aa0a6", "#5f8dd3", "#2a9d8f", "#d1495b")
 NODE = 8  # GPUs of the machines that are drawn as lines
 
@@ -38,18 +39,21 @@ def plot(rows: list[Row]) -> str:
         y, label = py(10.0**power), f"{10 ** (power - 9):g} GB"
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for name, nbytes in ((name, whole_memory(hw)) for name, hw in gpu_machines() if hw.gpus == NODE):
+    nodes = [(name, whole_memory(hardware)) for name, hardware in gpu_machines() if hardware.gpus == NODE]
+    for index, (name, nbytes) in enumerate(nodes):
         y = py(nbytes)
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#888" stroke-dasharray="4 4"/>'
-            f'<text x="{LEFT + 6}" y="{y - 4:.1f}" fill="#666">{name}</text>'
+            f'<text x="{LEFT + 6 + 60 * index}" y="{y - 4:.1f}" fill="#666">{name}</text>'
         )
+    above = 0.0  # where the label before ended
     for index, recipe in enumerate(names):
         points = [(px(row.parameters), py(row.nbytes[recipe])) for row in rows]
         parts.append(_line(points, COLOURS[index]))
         x, y = points[-1]
-        label = f"{recipe} {rows[-1].nbytes[recipe] / 1e9:,.0f} GB"
-        parts.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}" fill="{COLOURS[index]}">{escape(label)}</text>')
+        above = max(y + 4, above + LINE)
+        label = f"{recipe}: {rows[-1].nbytes[recipe] / 1e9:,.0f} GB"
+        parts.append(f'<text x="{x + 8:.1f}" y="{above:.1f}" fill="{COLOURS[index]}">{escape(label)}</text>')
     for index, row in enumerate(rows):
         x, y = px(row.parameters), py(row.checkpoint_bytes)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="none" stroke="#d1495b"/>')
