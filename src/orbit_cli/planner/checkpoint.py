@@ -24,7 +24,7 @@ def facts_of(model: ModelConfig) -> Facts:
     if model.source is ModelSource.checkpoint and model.path:
         found = read_config(model)
         check_same(model, found)
-        return Facts(found, f"{model.path}/config.json")
+        return Facts(found, str(Path(model.path) / "config.json"))
     if not model.architecture:
         raise ConfigError(
             f"model={model.name} has neither model.path nor model.architecture, so there is nothing to plan with; set "

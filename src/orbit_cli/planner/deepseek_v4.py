@@ -7,6 +7,7 @@ Cache sizes are SGLang 0.5.17's (srt/model_executor/pool_configurator.py, class 
 
 from __future__ import annotations
 
+from orbit_cli.errors import ConfigError
 from orbit_cli.planner.dense import expert_activations
 from orbit_cli.planner.facts import Facts
 from orbit_cli.planner.shape import ActivationShape, CacheShape, Category, ModelShape, Plain, Weight
@@ -25,6 +26,10 @@ def deepseek_v4(facts: Facts) -> ModelShape:
     )
     ahead = facts.whole("num_nextn_predict_layers", 0)
     ratios = facts.wholes("compress_ratios")
+    if len(ratios) < layers:
+        raise ConfigError(
+            f"{facts.where}: compress_ratios has {len(ratios)} entries for {layers} layers; list every one"
+        )
     experts, width = facts.whole("n_routed_experts"), facts.whole("moe_intermediate_size")
     top_k, shared = facts.whole("num_experts_per_tok"), facts.whole("n_shared_experts", 1)
     vocabulary, head = facts.whole("vocab_size"), facts.whole("head_dim")

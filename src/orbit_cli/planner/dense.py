@@ -15,13 +15,13 @@ def grouped_query(facts: Facts) -> ModelShape:
     hidden, layers, heads = facts.whole("hidden_size"), facts.whole("num_hidden_layers"), _heads(facts)
     kv = facts.whole("num_key_value_heads", heads)
     head = facts.whole("head_dim", hidden // heads)
-    vocabulary, tied = facts.whole("vocab_size"), facts.flag("tie_word_embeddings", facts.model_type == "gemma")
+    vocabulary, tied = facts.whole("vocab_size"), facts.flag("tie_word_embeddings", False)
     every = tuple(range(layers))
     moe = facts.model_type == "qwen3_moe"
     normed = facts.model_type in ("qwen3", "qwen3_moe")  # RMS norms on each head's query and key
     sparse = tuple(n for n in every if moe and _is_sparse(facts, n))
     plain = tuple(n for n in every if n not in sparse)
-    experts, width = facts.whole("num_experts", 0 if not moe else None), facts.whole("moe_intermediate_size", 0)
+    experts, width = _experts(facts) if moe else 0, facts.whole("moe_intermediate_size", 0)
     middle = facts.whole("intermediate_size", 0 if moe and not plain else None)
 
     weights = [
@@ -129,6 +129,11 @@ def expert_activations(hidden: int, width: int, top_k: int, experts: int) -> tup
 
 def _heads(facts: Facts) -> int:
     return facts.whole("num_attention_heads")
+
+
+def _experts(facts: Facts) -> int:
+    key = "num_experts" if "num_experts" in facts.text else "num_local_experts"  # as transformers 5 writes it
+    return facts.whole(key)
 
 
 def _is_sparse(facts: Facts, layer: int) -> bool:

@@ -19,7 +19,9 @@ from orbit_cli.planner.shape import Category, ModelShape, Plain, Weight
 
 GROUP = {"int4": 32, "mxfp4": 32, "nvfp4": 16, "fp8": 1}
 _PLAIN_BYTES = {Plain.bf16: 2, Plain.f32: 4, Plain.i64: 8}
-_NEVER = frozenset({"gate", "router", "shared_expert_gate", "embed_tokens", "lm_head", "vision_tower", "mm_projector"})
+NEVER = frozenset(
+    {"gate", "router", "shared_expert_gate", "embed_tokens", "lm_head", "vision_tower", "mm_projector", "visual"}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +57,14 @@ class Rules:
         """Number format of a weight, or "" for one that is stored plainly."""
         if not weight.linear:
             return ""
-        path = weight.path.replace("*", "0")
+        first = weight.layers[0] if weight.layers else 0  # checkpoints that list ignored modules list every layer's
+        path = weight.path.replace("layers.*", f"layers.{first}", 1).replace("*", "0")
         parts = path.split(".")
         kind = "experts" if "experts" in parts else weight.category.name  # experts of a block ahead are experts too
         named = self.formats.get(kind) or self.formats.get("*", "")
         if named in ("", "bf16"):
             return ""
-        if _NEVER.intersection(parts) or weight.columns % GROUP[named]:
+        if NEVER.intersection(parts) or weight.columns % GROUP[named]:
             return ""
         if self.targets and not any(target in parts for target in self.targets):
             return ""
