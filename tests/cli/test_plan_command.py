@@ -64,6 +64,12 @@ def test_json_for_scripts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert {side: f"{nbytes / 1e9:.1f}" for side, nbytes in bases.items()} == {"trainer": "95.7", "engine": "74.4"}
 
 
+def test_a_machine_of_unknown_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("model=qwen3_4b", "hardware=h200x1", "hardware.memory_mib=null", "engine.max_total_tokens=8192")
+    assert "cannot be told: hardware.memory_mib is not set" in shown(monkeypatch, capsys, *overrides)
+    assert json.loads(shown(monkeypatch, capsys, *overrides, "--json"))["fits"] is None
+
+
 def test_multirun_over_machines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("-m", "model=kimi_k26", "hardware=h200x8,b200x8", "memory.shared_base=true,false")
     lines = [line.split() for line in shown(monkeypatch, capsys, *arguments).splitlines()[2:]]

@@ -1,4 +1,4 @@
-"""The planner against checkpoints that exist: bases made here, sized from the config's facts and from their config.json."""
+"""The planner against checkpoints that exist: bases made here, sized from the config and from their own config.json."""
 
 from __future__ import annotations
 

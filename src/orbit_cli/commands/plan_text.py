@@ -48,7 +48,7 @@ def plans_text(made: dict[str, Plan], refused: dict[str, str]) -> str:
         then = " ".join(nearest.overrides) if nearest else "" if plan.fits else "none"
         start = (
             f"{own:<{width}}  {by_name['train']:>9} {by_name['rollout']:>9} {usable:>9}  "
-            f"{'yes' if plan.fits else 'no':<4} "
+            f"{'no' if not plan.fits else '?' if plan.budget is None else 'yes':<4} "
         )
         lines += textwrap.wrap(start + then, 120, subsequent_indent=" " * len(start), drop_whitespace=False)
     lines += [f"{own:<{width}}  {why}" for own, why in refused.items()]
@@ -184,6 +184,9 @@ def _kind(part: Part) -> str:
 
 def _answer(plan: Plan) -> list[str]:
     rows: list[tuple[str, str]] = []
+    if plan.fits and plan.budget is None:
+        unknown = "cannot be told: hardware.memory_mib is not set; set it to what nvidia-smi shows, in MiB"
+        return [*_wrapped("fits", unknown), *(line for text in notes(plan) for line in _wrapped("note", text))]
     if plan.fits:
         left = "" if plan.budget is None else f", {size(plan.budget - plan.peak.nbytes)} left in {plan.peak.name}"
         rows.append(("fits", f"yes{left}"))

@@ -38,7 +38,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "shared_base": memory.shared_base,
             "offload": str(memory.offload),
         },
-        "fits": plan.fits,
+        "fits": None if plan.fits and plan.budget is None else plan.fits,  # null: the GPU's memory is not known
         "limit": plan.limits[0] if plan.limits else None,
         "limits": plan.limits,
         "phases": {
