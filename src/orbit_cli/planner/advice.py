@@ -63,7 +63,10 @@ def nearest_fit(plan: Plan, *, trains: bool = True, runnable: bool = False) -> N
     if found:
         return found
     for name, hardware in larger_hardware(plan):
-        moved = Change(values={"hardware": name}, why=f"{hardware.gpus} x {hardware.memory_mib:,} MiB")
+        values: dict[str, Any] = {"hardware": name}
+        if plan.config.hardware.gpus == 1 < hardware.gpus:
+            values["engine.tensor_parallel"] = hardware.gpus
+        moved = Change(values=values, why=f"{hardware.gpus} x {hardware.memory_mib:,} MiB")
         there = _tried(plan, [moved], trains)
         if there is None:
             continue
@@ -249,7 +252,8 @@ def _apply(config: OrbitConfig, chosen: list[Change]) -> OrbitConfig | None:
 def _set(config: OrbitConfig, key: str, value: Any) -> OrbitConfig:
     if key == "hardware":
         hardware = dict(gpu_machines())[value]
-        spans = config.engine.tensor_parallel in (config.hardware.gpus, 0)  # a model that spans the whole machine
+        ranks, gpus = config.engine.tensor_parallel, config.hardware.gpus
+        spans = ranks == gpus and gpus != 1  # models that are made for a whole machine have ${hardware.gpus} there
         engine = replace(config.engine, tensor_parallel=hardware.gpus) if spans else config.engine
         return replace(config, hardware=hardware, engine=engine)
     if key == "quantization":
