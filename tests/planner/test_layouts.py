@@ -8,6 +8,7 @@ from planning import ATTENTION, FRONTIER, MLP, adapter, bases, millions, model_o
 from orbit_cli.planner.adapters import sites
 from orbit_cli.planner.part import Side
 from orbit_cli.planner.plan import make_plan
+from orbit_cli.planner.shape import Category, Plain
 
 EIGHT = "hardware=b200x8"
 
@@ -25,6 +26,17 @@ def test_base_on_each_of_eight_gpus() -> None:
     assert sharded == tensor == ["74.4", "19.5", "106.3"]
 
 
+def test_experts_split_and_all_the_rest_whole_in_bf16() -> None:
+    found = []
+    for name in FRONTIER:
+        model = model_of(name)
+        experts = next(held.nbytes(2) for held in model.held if held.category is Category.experts)
+        others = [w for w in model.shape.weights if w.category not in (Category.experts, Category.mtp)]
+        plain = sum(w.parameters * (8 if w.plain is Plain.i64 else 2) for w in others)
+        found.append(f"{(experts / 8 + plain) / 1e9:.1f}")
+    assert found == ["95.7", "33.0", "154.0"]
+
+
 def test_a_replicated_base_is_whole_on_every_gpu() -> None:
     plan = planned("model=deepseek_v4_flash", EIGHT, "memory.trainer_layout=replicated")
     assert f"{bases(plan.phases[0], Side.trainer):.2f}" == "156.02"
@@ -32,7 +44,7 @@ def test_a_replicated_base_is_whole_on_every_gpu() -> None:
 
 def test_cache_bytes_per_token() -> None:
     cells = {name: model_of(name).shape.cache for name in (*FRONTIER, "qwen3_30b_a3b", "qwen3_4b")}
-    assert 2 * cells["kimi_k26"].elements == 70_272
+    assert 2 * cells["kimi_k26"].elements == 70_272 and cells["kimi_k26"].elements == 35_136
     assert 2 * cells["qwen3_30b_a3b"].elements == 98_304
     assert 2 * cells["qwen3_4b"].elements == 147_456
     flash, pro = cells["deepseek_v4_flash"], cells["deepseek_v4_pro"]
@@ -40,6 +52,12 @@ def test_cache_bytes_per_token() -> None:
     assert (int(flash.packed_bytes + flash.window_bytes), round(pro.packed_bytes + pro.window_bytes)) == (7705, 10_994)
     assert (2 * flash.elements, 2 * pro.elements) == (6_880, 9_848)  # stored in BF16
     assert (f"{flash.sequence_bytes / 1e6:.1f}", f"{pro.sequence_bytes / 1e6:.1f}") == ("10.5", "16.3")
+
+
+def test_the_published_launchers_cache_takes_90_gb_on_each_gpu() -> None:
+    plan = planned("model=kimi_k26", EIGHT, "engine.max_total_tokens=1280000")
+    part = next(part for part in plan.phases[0].parts if part.name == "KV cache")
+    assert f"{part.nbytes / 1e9:.0f}" == "90"
 
 
 def test_the_latent_cache_is_whole_on_every_rank_and_heads_are_split() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
+from planning import model_of, planned
 
-from orbit_cli.planner.study import FROZEN, RECIPES, Row, study
+from orbit_cli.planner.study import FROZEN, RECIPES, Row, recipe_bytes, rounded, study
 from orbit_cli.planner.study_plot import plot
 
 
@@ -31,6 +32,16 @@ def test_the_four_recipes_over_model_size(counted: list[Row]) -> None:
     sizes = [row.parameters for row in counted]
     assert sizes == sorted(sizes)
     assert all(list(row.nbytes) == [*RECIPES, FROZEN] for row in rows.values())
+
+
+def test_what_the_published_figures_imply() -> None:
+    """0.04 bit per parameter would be 525.3 GB; rotations of their own for gate and up 0.0916 bit, or 539 GB."""
+    n = rounded(model_of("kimi_k26").shape.parameters)
+    assert f"{recipe_bytes(n, 4.04, 0.04) / 1e9:.1f}" == "525.3"
+    own = planned("model=kimi_k26", "adapter.expert_targets=[gate_proj,up_proj,down_proj]").adapter_parameters
+    bits = 16 * own / model_of("kimi_k26").shape.parameters
+    assert f"{bits:.4f}" == "0.0916"
+    assert f"{recipe_bytes(n, 4 + bits, bits) / 1e9:.0f}" == "539"
 
 
 def test_the_plot_is_a_whole_svg_with_every_model_and_recipe(counted: list[Row]) -> None:
