@@ -32,7 +32,7 @@ def folder(tmp_path: Path, **config: object) -> str:
     return f"model.path={tmp_path}"
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe", [name for name in recipe_names() if not name.endswith("_h200")])
 def test_what_works_on_a_cpu_is_not_refused(recipe: str) -> None:
     plan = preflight(composed(f"recipe={recipe}"), trains=True)
     assert plan is not None and plan.certain_bytes < 1e9

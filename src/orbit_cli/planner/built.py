@@ -18,8 +18,6 @@ def not_built(plan: Plan, *, trains: bool = True) -> list[str]:
         found.append(f"a trainer for {plan.model.shape.model_type}")
     if trains and layout.trainer is not TrainerLayout.replicated:
         found.append(f"a trainer that spreads its base over GPUs (trainer layout {layout.trainer})")
-    if layout.on_gpu and plan.config.adapter.expert_targets:
-        found.append("adapters on routed experts on a GPU (adapter.expert_targets)")
     if layout.engine is EngineLayout.expert_parallel:
         found.append("an engine with its experts spread over GPUs (engine layout expert_parallel)")
     if trains and memory.shared_base:
