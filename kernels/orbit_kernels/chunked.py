@@ -1,8 +1,9 @@
 """Grouped products by way of decoded weights, a bounded chunk of experts at a time: for devices or sizes where it wins.
 
 Experts are decoded into one of two buffers that together hold at most `budget` bytes while the other is multiplied on a
-second stream; experts without rows are passed over. The routing is read on the host once. On an H200 the kernels of
-grouped.py are faster at every size measured; this path is for GPUs whose matrix unit they were not written for.
+second stream; experts without rows are passed over. The routing is read on the host once. This path is for GPUs whose
+matrix unit the kernels of grouped.py were not written for; it has not been timed against them yet, and `path="fastest"`
+of experts.py times both where it runs.
 
 Shape letters: R rows sorted by expert, E experts, N outputs, K inputs, C experts of a chunk.
 """
