@@ -89,6 +89,7 @@ class FrozenExperts(nn.Module):
         self.hidden = hidden
         self.intermediate = intermediate
         self.fmt = ""
+        self.path, self.chunk_bytes = "auto", 1 << 30  # as `frozen_experts` takes them
         self.adapter: ExpertsAdapter | None = None
         for name in ("w13", "w13_scale", "w13_global_scale", "w2", "w2_scale", "w2_global_scale"):
             self.register_buffer(name, None)
@@ -154,6 +155,8 @@ class FrozenExperts(nn.Module):
             adapter,
             self.w13_global_scale,
             self.w2_global_scale,
+            path=self.path,
+            chunk_budget=self.chunk_bytes,
         )
 
     def extra_repr(self) -> str:

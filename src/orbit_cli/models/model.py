@@ -74,6 +74,12 @@ class TrainerModel:
         self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.module.train()  # transformers recomputes in training mode only; there is no dropout that this would start
 
+    def choose_experts(self, path: str, chunk_bytes: int) -> None:
+        """How routed experts are multiplied, and the bytes of decoded experts at a time: see `frozen_experts`."""
+        for module in self.module.modules():
+            if isinstance(module, FrozenExperts):
+                module.path, module.chunk_bytes = path, chunk_bytes
+
     def checksum(self) -> str:
         """sha256 over every frozen tensor as it is held: equal before and after training."""
         return checksum(dict(self._frozen()))

@@ -134,6 +134,7 @@ def trainer_model(config: OrbitConfig, base: Path, spec: AdapterSpec) -> Trainer
         dtype=compute_dtype(config),
         seed=config.seed,
     )
+    model.choose_experts(str(config.trainer.expert_path), config.trainer.expert_chunk_bytes)
     if config.trainer.activation_checkpointing:
         model.enable_checkpointing()
     if config.adapter.init_from:

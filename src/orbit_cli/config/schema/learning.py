@@ -138,6 +138,16 @@ class Schedule(StrEnum):
     cosine = "cosine"
 
 
+class ExpertPath(StrEnum):
+    """How the trainer multiplies routed experts."""
+
+    auto = "auto"
+    kernels = "kernels"
+    chunked = "chunked"
+    fastest = "fastest"
+    reference = "reference"
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """The optimisation step (AdamW on float32 master weights)."""
@@ -170,6 +180,11 @@ class TrainerConfig:
     """Tokens whose logits exist at the same time; the result does not depend on it."""
     activation_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass instead of keeping its activations."""
+    expert_path: ExpertPath = ExpertPath.auto
+    """Routed experts: kernels straight from the packed bytes (GPU), chunked decodes the experts that were hit within
+    expert_chunk_bytes, fastest times both once per device, reference is plain PyTorch; auto: kernels on a GPU."""
+    expert_chunk_bytes: int = 1 << 30
+    """expert_path=chunked or fastest: bytes of decoded experts that may exist at the same time."""
     checkpoint_every: int = 1
     """Steps between checkpoints: a killed run loses at most these. 0: only the last step is kept."""
     keep_checkpoints: int = 2
@@ -182,6 +197,7 @@ class TrainerConfig:
             "epochs",
             "micro_batch_tokens",
             "logprob_chunk_tokens",
+            "expert_chunk_bytes",
             "keep_checkpoints",
         ):
             if getattr(self, name) < 1:

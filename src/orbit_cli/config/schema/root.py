@@ -9,12 +9,13 @@ from orbit_cli.config.schema.learning import (
     AlgorithmConfig,
     EnvironmentConfig,
     EvaluationConfig,
+    ExpertPath,
     Overlong,
     RolloutConfig,
     TrainerConfig,
 )
 from orbit_cli.config.schema.memory import MemoryConfig
-from orbit_cli.config.schema.system import EngineConfig, HardwareConfig, LoggingConfig, RunConfig, SyncConfig
+from orbit_cli.config.schema.system import Device, EngineConfig, HardwareConfig, LoggingConfig, RunConfig, SyncConfig
 from orbit_cli.errors import ConfigError
 
 
@@ -79,6 +80,11 @@ class OrbitConfig:
             )
         if self.adapter.kind is AdapterKind.lora and self.adapter.use_rslora and self.adapter.alpha <= 0:
             raise ConfigError(f"adapter.alpha={self.adapter.alpha} must be positive")
+        path = self.trainer.expert_path
+        if self.hardware.device is Device.cpu and path not in (ExpertPath.auto, ExpertPath.reference):
+            raise ConfigError(
+                f"trainer.expert_path={path} needs a GPU and hardware.device=cpu; set trainer.expert_path=auto"
+            )
 
     def check_trainable(self) -> None:
         """Refuse what can be sampled from but not trained on. Raises ConfigError."""
