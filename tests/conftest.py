@@ -20,3 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def checkout() -> Path:
     """Root of the checkout."""
     return ROOT
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first: files are handed out in order, and a long one at the end would keep one core busy alone."""
+    items.sort(key=lambda item: not {"e2e", "engine"} & set(item.path.parts))
