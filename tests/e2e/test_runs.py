@@ -52,6 +52,7 @@ def test_ctrl_c_finishes_the_step_and_leaves_no_process(orbit):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the engine's processes get it too
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err[-3000:]
+    assert f"go on with: orbit train run.resume={orbit.root / 'stopped'}" in out + err
     rows = orbit.rows("stopped")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     newest = sorted((orbit.root / "stopped" / "checkpoints").glob("step_*"))[-1]

@@ -39,20 +39,26 @@ def plans_text(made: dict[str, Plan], refused: dict[str, str]) -> str:
     """One line per plan, for `-m`."""
     width = max(len(own) for own in (*made, *refused))
     width = max(min(width, 46), 9)
-    head = f"{'overrides':<{width}}  {'train':>9} {'rollout':>9} {'usable':>9}  {'fits':<4} nearest that fits"
+    head = f"{'overrides':<{width}}  {'train':>9} {'rollout':>9} {'usable':>9}  {'fits':<5} nearest that fits"
     lines = [head]
     for own, plan in made.items():
         by_name = {phase.name: size(phase.nbytes) for phase in plan.phases}
         usable = "?" if plan.budget is None else size(plan.budget)
         nearest = None if plan.fits else nearest_fit(plan)
         then = " ".join(nearest.overrides) if nearest else "" if plan.fits else "none"
-        start = (
-            f"{own:<{width}}  {by_name['train']:>9} {by_name['rollout']:>9} {usable:>9}  "
-            f"{'no' if not plan.fits else '?' if plan.budget is None else 'yes':<4} "
-        )
+        start = f"{own:<{width}}  {by_name['train']:>9} {by_name['rollout']:>9} {usable:>9}  {_verdict(plan):<5} "
         lines += textwrap.wrap(start + then, 120, subsequent_indent=" " * len(start), drop_whitespace=False)
     lines += [f"{own:<{width}}  {why}" for own, why in refused.items()]
     return "\n".join(["bytes on each GPU (on a CPU: of the machine)", *(line.rstrip() for line in lines)])
+
+
+def _verdict(plan: Plan) -> str:
+    """paper: it would fit, and something that it needs is not built yet."""
+    if not plan.fits:
+        return "no"
+    if plan.budget is None:
+        return "?"
+    return "paper" if plan.layout.on_gpu and not_built(plan) else "yes"
 
 
 def study_text(rows: list[Row]) -> str:
@@ -189,14 +195,14 @@ def _answer(plan: Plan) -> list[str]:
         return [*_wrapped("fits", unknown), *(line for text in notes(plan) for line in _wrapped("note", text))]
     if plan.fits:
         left = "" if plan.budget is None else f", {size(plan.budget - plan.peak.nbytes)} left in {plan.peak.name}"
-        rows.append(("fits", f"yes{left}"))
+        rows.append(("fits", f"{'on paper only, see the notes' if _verdict(plan) == 'paper' else 'yes'}{left}"))
     else:
         rows.append(("fits", "NO"))
         rows += [("limit", reason) for reason in plan.limits]
         nearest, today = nearest_fit(plan), nearest_fit(plan, runnable=True)
         rows.append(("nearest", _advice(nearest) if nearest else "nothing in reach makes it fit"))
         if nearest and not_built(nearest.plan):
-            rows.append(("", f"not built yet: {not_built(nearest.plan)[0]}"))
+            rows.append(("", f"not built yet: {'; '.join(not_built(nearest.plan))}"))
             rows.append(("today", _advice(today) if today else "nothing that can be run yet fits"))
     if plan.fits:
         rows.append(("longest", f"responses of {longest_response(plan):,} tokens (rollout.max_new_tokens) fit"))
@@ -207,6 +213,9 @@ def _answer(plan: Plan) -> list[str]:
                 f"left would hold {sequences_at_once(plan):,} sequences of full length at once in the cache",
             )
         )
+    if plan.model.shape.experts and not plan.config.adapter.expert_targets:
+        every = "adapter.expert_targets=[gate_proj,up_proj,down_proj]"
+        rows.append(("note", f"routed experts carry no adapter here; {every} would adapt them and need far more"))
     rows += [("note", text) for text in notes(plan)]
     lines = []
     for label, text in rows:

@@ -35,6 +35,10 @@ def train(config: OrbitConfig) -> dict[str, Any]:
     recorder = Recorder(folder, config)
     recorder.planned(planned_peaks(config))
     with folder.running(), recorder, StopRequest() as stop:
+        if config.run.resume == "auto" and not list_checkpoints(folder.checkpoints):
+            recorder.notify(
+                f"run.resume=auto: no unfinished run of this config below {config.run.root}; this is a new run"
+            )
         with serving(config, folder.engine_log, recorder.notify, with_trainer=True) as served:
             model = served.model
             session = _session(config, folder, recorder, stop, served, model)
@@ -49,6 +53,8 @@ def train(config: OrbitConfig) -> dict[str, Any]:
         result = figures(folder.path)
         write_report(folder.path)
         if stop.requested:
+            steps = f"{session.state.step} of {config.trainer.steps}"
+            recorder.notify(f"stopped after step {steps}; go on with: orbit train run.resume={folder.path}")
             raise KeyboardInterrupt
     return result
 
