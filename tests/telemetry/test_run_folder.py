@@ -93,6 +93,26 @@ def test_bad_input_leaves_no_folder_unless_something_was_recorded(tmp_path: Path
     assert kept.status().state is RunState.failed
 
 
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path))
+    with folder.running():
+        with pytest.raises(UserError, match="another process"), RunFolder(folder.path).running():
+            pass
+        assert folder.status().state is RunState.running
+    with RunFolder(folder.path).running():
+        pass
+
+
+@pytest.mark.parametrize("text", ["{", "", '{"state": "weird"}', "[]"])
+def test_a_damaged_status_is_named_and_passed_over_by_auto(tmp_path: Path, text: str) -> None:
+    damaged, whole = (RunFolder.create(config(tmp_path)) for _ in range(2))
+    whole.set_status(RunState.interrupted)
+    (damaged.path / "status.json").write_text(text)
+    with pytest.raises(UserError, match=r"status\.json is damaged"):
+        damaged.status()
+    assert find_resumable(config(tmp_path)) == whole
+
+
 def test_open_refuses_what_is_no_run(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError):

@@ -145,12 +145,14 @@ def read_rows(config_field: str, path: str) -> list[dict[str, Any]]:
 
 def _read_jsonl(config_field: str, file: Path) -> list[dict[str, Any]]:
     rows = []
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{config_field}={file}: line {number} is not UTF-8; convert the file") from error
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{config_field}={file}: line {number} is no JSON ({error}); correct it") from error
             if not isinstance(row, dict):

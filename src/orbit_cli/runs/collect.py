@@ -28,12 +28,12 @@ def collect(config: OrbitConfig) -> dict[str, Any]:
     """Sample `rollout.collect_prompts` prompts x `rollout.group_size`. Returns what was written."""
     check_device(config)
     adapter = resolve_adapter(config)
+    given = Path(config.run.output) if config.run.output else None
+    if given is not None:
+        _check_output(given)
     folder = RunFolder.create(config)
-    target = Path(config.run.output) if config.run.output else folder.path / "rollouts.jsonl"
-    if target.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"run.output={target} has an unknown ending; use .jsonl or .parquet")
+    target = given or folder.path / "rollouts.jsonl"
     rows = target if target.suffix == ".jsonl" else target.with_suffix(".jsonl")
-    rows.parent.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder, config)
     recorder.planned(planned_peaks(config, trains=False))
     with folder.running(), recorder, serving(config, folder.engine_log, recorder.notify, adapter=adapter) as served:
@@ -50,6 +50,16 @@ def collect(config: OrbitConfig) -> dict[str, Any]:
     if target.suffix == ".parquet":
         _to_parquet(rows, target)
     return {"output": str(target), "prompts": len(prompts), "rows": written, "skipped": len(prompts) - len(todo)}
+
+
+def _check_output(target: Path) -> None:
+    """Refuse a file that cannot be written, before anything is made. Raises ConfigError."""
+    if target.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"run.output={target} has an unknown ending; use .jsonl or .parquet")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.output={target}: its folder cannot be made ({error.strerror}); set another") from error
 
 
 def _sample(

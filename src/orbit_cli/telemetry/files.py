@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from orbit_cli.errors import UserError
+
 
 def write_atomic(path: Path, text: str) -> None:
     """Write beside the target, fsync, rename over it."""
@@ -23,5 +25,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The file's content, or None if there is no such file. Raises json.JSONDecodeError if it is damaged."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    """The file's content, or None if there is no such file. Raises UserError if it is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); restore it, or remove it if it is not needed") from error

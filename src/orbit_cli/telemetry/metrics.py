@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from orbit_cli.errors import UserError
 from orbit_cli.telemetry.files import write_atomic
 from orbit_cli.telemetry.names import KINDS
 
@@ -69,12 +70,21 @@ class MetricsWriter(JsonLines):
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All complete rows. A last line cut by a crash is left out; damage elsewhere raises json.JSONDecodeError."""
+    """All complete rows. A last line cut by a crash is left out; damage elsewhere raises UserError."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     complete = lines[:-1]  # what follows the last newline was never finished
-    rows = [json.loads(line) for line in complete if line.strip()]
+    rows = []
+    for number, line in enumerate(complete, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+            if "kind" in rows[-1]:
+                rows[-1]["step"]  # every row of metrics.jsonl has one, and readers count on it
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged in line {number} ({error!r}); remove that line") from error
     return rows
 
 

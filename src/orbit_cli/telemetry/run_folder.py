@@ -10,6 +10,7 @@ status.json     running | finished | failed | interrupted, and the process id
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -160,6 +161,10 @@ class RunFolder:
         return self.path / "wandb_id"
 
     @property
+    def _lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
     def _status(self) -> Path:
         return self.path / "status.json"
 
@@ -186,6 +191,10 @@ class RunFolder:
 
         Bad input that shows before anything was recorded leaves no folder behind.
         """
+        with self._locked():
+            yield from self._running()
+
+    def _running(self) -> Iterator[None]:
         self.set_status(RunState.running)
         try:
             yield
@@ -203,11 +212,21 @@ class RunFolder:
             raise
         self.set_status(RunState.finished)
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One process at a time: the kernel keeps the lock, and frees it however the process ends."""
+        with open(self._lock, "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"{self.path} is being run by another process; wait for it or stop it first") from None
+            yield
+
     def _holds_work(self) -> bool:
         """Whether anything but the start was recorded: a step, an evaluation, rollouts, a checkpoint."""
         if any(row["kind"] != "sync" for row in read_rows(self.metrics)):
             return True
-        start = {self.config, self._status, self.engine_log, self.memory, self.receipts, self.metrics}
+        start = {self.config, self._status, self._lock, self.engine_log, self.memory, self.receipts, self.metrics}
         return any(path.is_file() and path not in start and path.stat().st_size for path in self.path.rglob("*"))
 
     def status(self) -> RunStatus | None:
@@ -215,9 +234,11 @@ class RunFolder:
         found = read_json(self._status)
         if found is None:
             return None
-        return RunStatus(
-            state=RunState(found["state"]), pid=found["pid"], error=found["error"], updated=found["updated"]
-        )
+        try:
+            state = RunState(found["state"])
+            return RunStatus(state=state, pid=found["pid"], error=found["error"], updated=found["updated"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self._status} is damaged ({error!r}); remove it") from error
 
 
 def find_resumable(config: OrbitConfig) -> RunFolder | None:
@@ -229,12 +250,12 @@ def find_resumable(config: OrbitConfig) -> RunFolder | None:
     found = []
     for candidate in Path(config.run.root).expanduser().glob("*/config.yaml"):
         folder = RunFolder(candidate.parent.resolve())
-        status = folder.status()
-        if status is None or status.state is RunState.finished or status.alive:
-            continue
         try:
+            status = folder.status()
+            if status is None or status.state is RunState.finished or status.alive:
+                continue
             plain = to_plain(folder.load_config())
-        except ConfigError:  # a run of an older schema cannot have the same config
+        except UserError:  # a damaged run, or one of an older schema, cannot be gone on with unseen
             continue
         if {key: value for key, value in plain.items() if key != "run"} == wanted:
             found.append((status.updated, folder))

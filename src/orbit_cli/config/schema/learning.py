@@ -202,6 +202,8 @@ class TrainerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)} must be at least 1")
+        if self.checkpoint_every < 0:
+            raise ConfigError(f"trainer.checkpoint_every={self.checkpoint_every} must be at least 0 (0: the last step)")
         if self.learning_rate <= 0:
             raise ConfigError(f"trainer.learning_rate={self.learning_rate} must be positive, for example 1e-4")
 

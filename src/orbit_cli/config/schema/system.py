@@ -53,6 +53,13 @@ class EngineConfig:
     """Further SGLang ServerArgs, passed on as they are; a name SGLang does not know is refused."""
 
     def __post_init__(self) -> None:
+        _at_least(self, "engine", 1, "max_total_tokens", "max_running_requests")
+        # 0 ranks: a model of many GPUs asks for one each, and a plan of it on a CPU has none
+        _at_least(self, "engine", 0, "tensor_parallel", "cuda_graph_max_bs")
+        if self.start_timeout_s <= 0:
+            raise ConfigError(f"engine.start_timeout_s={self.start_timeout_s} must be positive, for example 600")
+        if not 0 < self.mem_fraction_static < 1:
+            raise ConfigError(f"engine.mem_fraction_static={self.mem_fraction_static} must lie between 0 and 1")
         if self.live_versions < 2:
             raise ConfigError(
                 f"engine.live_versions={self.live_versions} leaves no slot for the next version; set at least 2"
@@ -90,6 +97,13 @@ class SyncConfig:
     inject: Inject = Inject.none
     """sync-test: break it on purpose (withhold, wrong_version, alter_base) to see that the test fails."""
 
+    def __post_init__(self) -> None:
+        _at_least(self, "sync", 1, "probe_prompts", "swaps", "flight_tokens")
+        _at_least(self, "sync", 2, "probe_tokens")
+        _at_least(self, "sync", 0, "base_checksum_every")
+        if self.max_mean_gap <= 0:
+            raise ConfigError(f"sync.max_mean_gap={self.max_mean_gap} would stop every run; set for example 0.01")
+
 
 class Device(StrEnum):
     """Where tensors live."""
@@ -118,6 +132,13 @@ class HardwareConfig:
     """Bandwidth of a GPU to the machine's memory in GB/s, one direction (PCIe); null: unknown."""
     threads: int | None = None
     """CPU threads of trainer and engine each (they take turns); null: all cores."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "hardware", 1, "memory_mib", "threads", *(("gpus",) if self.device is Device.cuda else ()))
+        for name in ("bandwidth_gb_s", "link_gb_s", "host_gb_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"hardware.{name}={value} must be positive; leave it at null if it is not known")
 
 
 class WandbMode(StrEnum):
@@ -152,3 +173,14 @@ class LoggingConfig:
     """rich: a live table; plain: one line a step; auto: rich on a terminal."""
     samples_per_step: int = 4
     """Samples written to samples.jsonl each step, to be read by people."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, "logging", 0, "samples_per_step")
+
+
+def _at_least(section: object, path: str, least: int, *names: str) -> None:
+    """Refuse values below `least`; null is fine. Raises ConfigError."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{path}.{name}={value} must be at least {least}")
