@@ -89,7 +89,7 @@ class WandbMirror:
                 resume="allow",
                 dir=str(self._folder.path),
                 config=self._plain,
-                settings=wandb.Settings(silent=True, console="off", disable_git=True, init_timeout=60),
+                settings=wandb.Settings(silent=True, console="off", disable_git=True, init_timeout=CLOSE_TIMEOUT_S - 2),
             )
             for kind in KINDS:
                 run.define_metric(f"{kind}/step")
