@@ -95,7 +95,7 @@ class PreparedLinear:
 class PackedLinear:
     """A frozen linear on a GPU: multiplies by the stored bytes, as `frozen_linear` does there, so with the same bits.
 
-    Arguments as of `PreparedLinear`; `dtype` is that of the activations. Captured in CUDA graphs.
+    Captured in CUDA graphs.
     """
 
     def __init__(
@@ -104,14 +104,12 @@ class PackedLinear:
         scale: torch.Tensor | None,
         fmt: str,
         global_scale: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         from orbit_kernels.grouped import unsupported
 
         self.weight = _stacked(packed, scale, fmt, global_scale)
         if reason := unsupported(self.weight):
             raise ValueError(f"this linear cannot be multiplied in its packed form: {reason}")
-        self.dtype = dtype
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """y [..., N] = x [..., K] W^T + bias."""

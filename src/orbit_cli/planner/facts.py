@@ -7,6 +7,9 @@ from typing import Any
 
 from orbit_cli.errors import ConfigError
 
+LARGEST = 1 << 40
+MOST_LAYERS = 10_000  # a plan looks at every layer
+
 
 class Facts:
     """The keys of one model's config, those of a nested text model first. Missing or odd ones are named in a sentence.
@@ -22,7 +25,7 @@ class Facts:
         self.text: Mapping[str, Any] = config.get("text_config") or config
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number. Raises ConfigError if it is missing without a default, or is none."""
+        """A whole number; without a default it must be there and at least 1. Raises ConfigError otherwise."""
         value = self.text.get(key)
         if value is None:
             if default is None:
@@ -31,8 +34,11 @@ class Facts:
                     "model.path to the complete checkpoint folder"
                 )
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError(f"{self.where}: {key}={value!r} must be a whole number")
+        least = 1 if default is None else 0
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+            raise ConfigError(f"{self.where}: {key}={value!r} must be a whole number from {least} to {LARGEST:,}")
+        if key == "num_hidden_layers" and value > MOST_LAYERS:
+            raise ConfigError(f"{self.where}: {key}={value:,} is more than any model has; set at most {MOST_LAYERS:,}")
         return value
 
     def flag(self, key: str, default: bool) -> bool:

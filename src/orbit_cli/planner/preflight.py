@@ -74,10 +74,13 @@ def remedy(plan: Plan, trains: bool = True) -> str:
 
 def check_gpus(config: OrbitConfig) -> None:
     """Refuse GPUs that are not here, without loading a driver library. Raises ConfigError."""
-    if config.hardware.device is not Device.cuda:
-        return
-    found, needed = visible_gpus(), max(1, config.hardware.gpus)
-    if found is not None and found < needed:
+    require_gpus(config, visible_gpus())
+
+
+def require_gpus(config: OrbitConfig, found: int | None) -> None:
+    """Refuse hardware with more GPUs than were `found` (None: that cannot be told). Raises ConfigError."""
+    needed = max(1, config.hardware.gpus)
+    if config.hardware.device is Device.cuda and found is not None and found < needed:
         raise ConfigError(
             f"hardware={config.hardware.name} needs {needed} GPU(s), this machine shows {found}; "
             "set hardware=cpu or run where the GPUs are"

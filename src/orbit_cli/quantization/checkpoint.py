@@ -140,8 +140,11 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder; set the path to a Hugging Face checkpoint folder")
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {path.name}; it is no complete Hugging Face checkpoint") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); copy the file again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no mapping; copy the file again")
+    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -96,7 +97,13 @@ def quantize_checkpoint(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists already and is not overwritten; choose another output or remove it")
     selection = select(reader, config)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(output.parent, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise UserError(f"{output.parent} is no folder that can be written to; choose another output")
     with folder_lock(output):
         return _Conversion(reader, output, config, selection, on_progress).run()
 
@@ -150,15 +157,21 @@ class _Conversion:
         state_path = self.partial / STATE_NAME
         records: dict[str, _ShardRecord] = {}
         if state_path.exists():
-            state = json.loads(state_path.read_text())
-            if state["identity"] == self.identity:
-                for file, entry in state["shards"].items():
-                    record, path = _ShardRecord(**entry), self.partial / file
-                    if path.exists() and file_sha256(path) == record.sha256:
-                        records[file] = record
+            try:
+                state = json.loads(state_path.read_text())
+                written = state["shards"] if state["identity"] == self.identity else {}
+                kept = {file: _ShardRecord(**entry) for file, entry in written.items()}
+            except (ValueError, KeyError, TypeError, AttributeError):  # a state that cannot be read is none
+                kept = {}
+            for file, record in kept.items():
+                path = self.partial / file
+                if path.exists() and file_sha256(path) == record.sha256:
+                    records[file] = record
         self.partial.mkdir(exist_ok=True)
         for path in self.partial.iterdir():
-            if path.name not in records and path.name != STATE_NAME:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in records and path.name != STATE_NAME:
                 path.unlink()
         return records
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,9 +71,8 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is no safetensors file: its header is not JSON; copy the file again") from error
-    header.pop("__metadata__", None)
     infos, end = {}, 0
-    for name, entry in header.items():
+    for name, entry in _entries(header, path):
         start, stop = entry["data_offsets"]
         infos[name] = TensorInfo(
             dtype=entry["dtype"], shape=tuple(entry["shape"]), nbytes=stop - start, start=8 + length + start
@@ -84,3 +84,14 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     if size != 8 + length + end:
         raise CheckpointError(f"{path} is truncated: {size} bytes, its header says {8 + length + end}; copy it again")
     return infos
+
+
+def _entries(header: object, path: Path) -> Iterator[tuple[str, dict]]:
+    """(name, entry) of each tensor, every entry with its three fields. Raises CheckpointError for anything else."""
+    named = header.items() if isinstance(header, dict) else [("header", header)]
+    for name, entry in named:
+        if name == "__metadata__":
+            continue
+        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+            raise CheckpointError(f"{path} is damaged: {name} in its header describes no tensor; copy the file again")
+        yield name, entry

@@ -21,8 +21,8 @@ from orbit_cli.config.schema.system import Device
 from orbit_cli.engine.sglang_engine import SGLangEngine
 from orbit_cli.environments.protocol import Environment
 from orbit_cli.environments.registry import build_environment
-from orbit_cli.errors import ConfigError
 from orbit_cli.models.build import TrainerModel, build_model
+from orbit_cli.planner.preflight import require_gpus
 from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.rollout.chat import Chat
 from orbit_cli.rollout.generator import Generator
@@ -56,15 +56,9 @@ def set_threads(config: OrbitConfig) -> None:
 
 
 def check_device(config: OrbitConfig) -> None:
-    """Refuse hardware that is not here. Raises ConfigError."""
-    if config.hardware.device is not Device.cuda:
-        return
-    found = torch.cuda.device_count()
-    if found < max(1, config.hardware.gpus):
-        raise ConfigError(
-            f"hardware={config.hardware.name} needs {max(1, config.hardware.gpus)} GPU(s), this machine shows {found}; "
-            "set hardware=cpu or run where the GPUs are"
-        )
+    """Refuse GPUs that the driver does not show. Raises ConfigError."""
+    if config.hardware.device is Device.cuda:
+        require_gpus(config, torch.cuda.device_count())
 
 
 @contextmanager

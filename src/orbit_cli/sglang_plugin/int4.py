@@ -8,6 +8,8 @@ so that each can have its own input. Left out: routed experts (experts.py), zero
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -35,10 +37,9 @@ def process_weights(self, layer: nn.Module) -> None:
     packed = layer.weight_packed.data.contiguous().view(torch.uint8)
     scale = layer.weight_scale.data
     sizes = getattr(layer, "output_partition_sizes", None) or [packed.shape[0]]
-    kind = PackedLinear if packed.is_cuda else PreparedLinear
+    make = PackedLinear if packed.is_cuda else partial(PreparedLinear, dtype=layer.params_dtype)
     layer.orbit_pieces = [
-        kind(part, part_scale, "int4", dtype=layer.params_dtype)
-        for part, part_scale in zip(packed.split(sizes), scale.split(sizes), strict=True)
+        make(part, part_scale, "int4") for part, part_scale in zip(packed.split(sizes), scale.split(sizes), strict=True)
     ]
 
 

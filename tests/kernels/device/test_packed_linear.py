@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_device import DEVICE, DTYPE, INTERPRETED, relative_error, tolerance, values
+from kernel_device import DEVICE, INTERPRETED, relative_error, tolerance, values
 from random_weights import random_case
 
 from orbit_kernels.decode import dequantize
@@ -16,7 +16,7 @@ def test_product_and_input_gradient(fmt):
     scale = scale * 0.02 if fmt == "int4" else scale - 8
     packed, scale = packed.to(DEVICE), scale.to(DEVICE)
     x, dy, bias = values(2, 5, inputs), values(2, 5, outputs), values(outputs)
-    linear = PackedLinear(packed, scale, fmt, dtype=DTYPE)
+    linear = PackedLinear(packed, scale, fmt)
     exact = dequantize(packed, scale, fmt, torch.float64)
     wanted = x.double().cpu() @ exact.cpu().T + bias.double().cpu()
     assert relative_error(linear.apply(x, bias), wanted) < tolerance(3)
@@ -25,7 +25,7 @@ def test_product_and_input_gradient(fmt):
 
 def test_a_row_has_the_same_bits_in_any_batch():
     packed, scale, _, _ = random_case("int4", 64, 64, ())
-    linear = PackedLinear(packed.to(DEVICE), (scale * 0.02).to(DEVICE), "int4", dtype=DTYPE)
+    linear = PackedLinear(packed.to(DEVICE), (scale * 0.02).to(DEVICE), "int4")
     x = values(70, 64)
     whole = linear.apply(x)
     for own in (slice(33, 34), slice(0, 20)):
