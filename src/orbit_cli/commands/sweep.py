@@ -64,6 +64,7 @@ class JobRunner:
         folder = Path(self.sweep) / f"{int(hydra.job.num):03d}"
         folder.mkdir(parents=True)
         arguments = [*self.fixed, *own, f"run.root='{folder}'"]
+        print(f"job {hydra.job.num}  {' '.join(own)}  (log: {folder / LOG})", flush=True)
         with open(folder / LOG, "w", encoding="utf-8") as log:
             log.write(f"$ orbit train {' '.join(arguments)}\n")
             log.flush()
@@ -92,6 +93,7 @@ def run_sweep(overrides: list[str], *, show_config: bool = False, command: tuple
             f"hydra.sweep.dir='{sweep}/hydra'",
             "hydra.sweep.subdir=${hydra.job.num}",
             "hydra.output_subdir=null",
+            "hydra.job.chdir=false",
             "hydra/job_logging=none",
             "hydra/hydra_logging=none",
             *request.overrides,

@@ -44,6 +44,7 @@ def evaluate(config: OrbitConfig) -> dict[str, dict[str, dict[str, float]]]:
                 )
             recorder.evaluation(0 if version is None else version, result, policy=name)
             table[name] = _by_dataset(result, config)
+        recorder.notify(f"kept in {folder.path}")
     return table
 
 

@@ -55,7 +55,7 @@ def train_loop(session: Session) -> None:
     recorder.record("sync", state.step, swap)
 
     while True:
-        if _evaluation_due(session):
+        if not session.stop.requested and _evaluation_due(session):
             evaluate(session)
         if state.step >= config.trainer.steps or session.stop.requested:
             break
