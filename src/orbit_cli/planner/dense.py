@@ -25,38 +25,29 @@ def grouped_query(facts: Facts) -> ModelShape:
     middle = facts.whole("intermediate_size", 0 if moe and not plain else None)
 
     weights = [
-        _linear(Category.attention, "self_attn.q_proj", heads * head, hidden, every),
-        _linear(Category.attention, "self_attn.k_proj", kv * head, hidden, every),
-        _linear(Category.attention, "self_attn.v_proj", kv * head, hidden, every),
-        _linear(Category.attention, "self_attn.o_proj", hidden, heads * head, every),
-        _vector(Category.norms, "model.layers.*.input_layernorm", hidden, every),
-        _vector(Category.norms, "model.layers.*.post_attention_layernorm", hidden, every),
-        _vector(Category.norms, "model.norm", hidden, ()),
+        linear(Category.attention, "self_attn.q_proj", heads * head, hidden, every),
+        linear(Category.attention, "self_attn.k_proj", kv * head, hidden, every),
+        linear(Category.attention, "self_attn.v_proj", kv * head, hidden, every),
+        linear(Category.attention, "self_attn.o_proj", hidden, heads * head, every),
+        vector(Category.norms, "model.layers.*.input_layernorm", hidden, every),
+        vector(Category.norms, "model.layers.*.post_attention_layernorm", hidden, every),
+        vector(Category.norms, "model.norm", hidden, ()),
         Weight(category=Category.embeddings, path="model.embed_tokens", rows=vocabulary, columns=hidden),
     ]
     if normed:
-        weights += [_vector(Category.norms, f"model.layers.*.self_attn.{n}_norm", head, every) for n in "qk"]
+        weights += [vector(Category.norms, f"model.layers.*.self_attn.{n}_norm", head, every) for n in "qk"]
     if facts.flag("attention_bias", facts.model_type == "qwen2"):
         sizes = {"q": heads * head, "k": kv * head, "v": kv * head}
-        sizes |= {"o": hidden} if facts.model_type == "llama" else {}
+        sizes |= {} if facts.model_type == "qwen2" else {"o": hidden}
         for name, size in sizes.items():
-            weights.append(_vector(Category.attention, f"model.layers.*.self_attn.{name}_proj.bias", size, every))
+            weights.append(vector(Category.attention, f"model.layers.*.self_attn.{name}_proj.bias", size, every))
     if not tied:
         weights.append(Weight(category=Category.embeddings, path="lm_head", rows=vocabulary, columns=hidden))
     if plain:
         weights += mlp(Category.dense, "mlp", hidden, middle, plain)
     if sparse:
         weights += mlp(Category.experts, "mlp.experts.*", hidden, width, sparse, each=experts)
-        weights.append(
-            Weight(
-                category=Category.router,
-                path="model.layers.*.mlp.gate",
-                rows=experts,
-                columns=hidden,
-                count=len(sparse),
-                layers=sparse,
-            )
-        )
+        weights.append(router(experts, hidden, sparse))
     top_k = facts.whole("num_experts_per_tok", 0) if moe else 0
     return ModelShape(
         model_type=facts.model_type,
@@ -88,7 +79,7 @@ def grouped_query(facts: Facts) -> ModelShape:
 def mlp(category: Category, path: str, hidden: int, width: int, layers: tuple[int, ...], each: int = 1) -> list[Weight]:
     """gate, up and down of a SwiGLU, `each` times per layer."""
     sizes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
-    return [_linear(category, f"{path}.{name}", *size, layers, each) for name, size in sizes.items()]
+    return [linear(category, f"{path}.{name}", *size, layers, each) for name, size in sizes.items()]
 
 
 def attention_activations(
@@ -142,7 +133,20 @@ def _is_sparse(facts: Facts, layer: int) -> bool:
     return layer not in dense and (layer + 1) % max(step, 1) == 0
 
 
-def _linear(category: Category, path: str, rows: int, columns: int, layers: tuple[int, ...], each: int = 1) -> Weight:
+def router(experts: int, hidden: int, layers: tuple[int, ...]) -> Weight:
+    """One routing matrix in each of `layers`; no linear that an adapter could name."""
+    return Weight(
+        category=Category.router,
+        path="model.layers.*.mlp.gate",
+        rows=experts,
+        columns=hidden,
+        count=len(layers),
+        layers=layers,
+    )
+
+
+def linear(category: Category, path: str, rows: int, columns: int, layers: tuple[int, ...], each: int = 1) -> Weight:
+    """`each` matrices [rows, columns] in each of `layers`, at `path` below the layer."""
     return Weight(
         category=category,
         path=f"model.layers.*.{path}",
@@ -154,5 +158,6 @@ def _linear(category: Category, path: str, rows: int, columns: int, layers: tupl
     )
 
 
-def _vector(category: Category, path: str, size: int, layers: tuple[int, ...]) -> Weight:
+def vector(category: Category, path: str, size: int, layers: tuple[int, ...]) -> Weight:
+    """One vector in each of `layers`, or one in all if there are none, at the whole `path`."""
     return Weight(category=category, path=path, rows=1, columns=size, count=max(len(layers), 1), layers=layers)

@@ -6,7 +6,9 @@ GiB, which these lists reproduce to the last byte). The vision tower is MoonViT 
 
 from __future__ import annotations
 
-from orbit_cli.planner.dense import expert_activations, mlp, mlp_activations
+from dataclasses import replace
+
+from orbit_cli.planner.dense import expert_activations, linear, mlp, mlp_activations, router, vector
 from orbit_cli.planner.facts import Facts
 from orbit_cli.planner.shape import ActivationShape, CacheShape, Category, ModelShape, Plain, Weight
 
@@ -34,16 +36,16 @@ def latent_attention(facts: Facts) -> ModelShape:
     else:
         shapes["q_proj"] = (query, hidden)
     shapes["o_proj"] = (hidden, heads * value)
-    weights = [_linear(Category.attention, f"self_attn.{name}", *size, every) for name, size in shapes.items()]
+    weights = [linear(Category.attention, f"self_attn.{name}", *size, every) for name, size in shapes.items()]
     weights += [
-        _vector("model.layers.*.input_layernorm", hidden, every),
-        _vector("model.layers.*.post_attention_layernorm", hidden, every),
-        _vector("model.layers.*.self_attn.kv_a_layernorm", kv_rank, every),
-        _vector("model.norm", hidden, ()),
+        vector(Category.norms, "model.layers.*.input_layernorm", hidden, every),
+        vector(Category.norms, "model.layers.*.post_attention_layernorm", hidden, every),
+        vector(Category.norms, "model.layers.*.self_attn.kv_a_layernorm", kv_rank, every),
+        vector(Category.norms, "model.norm", hidden, ()),
         Weight(category=Category.embeddings, path="model.embed_tokens", rows=vocabulary, columns=hidden),
     ]
     if q_rank:
-        weights.append(_vector("model.layers.*.self_attn.q_a_layernorm", q_rank, every))
+        weights.append(vector(Category.norms, "model.layers.*.self_attn.q_a_layernorm", q_rank, every))
     if not tied:
         weights.append(Weight(category=Category.embeddings, path="lm_head", rows=vocabulary, columns=hidden))
     if plain:
@@ -54,7 +56,7 @@ def latent_attention(facts: Facts) -> ModelShape:
     if sparse and shared:
         weights += mlp(Category.shared, "mlp.shared_experts", hidden, shared * width, sparse)
     if facts.model_type == "kimi_k25":
-        weights = [_prefixed(weight) for weight in weights] + vision(facts)
+        weights = [replace(weight, path=f"language_model.{weight.path}") for weight in weights] + vision(facts)
     return ModelShape(
         model_type=facts.model_type,
         hidden=hidden,
@@ -130,57 +132,9 @@ def _attention_activations(
 
 
 def _routers(experts: int, hidden: int, layers: tuple[int, ...]) -> list[Weight]:
-    count = len(layers)
-    return [
-        Weight(
-            category=Category.router,
-            path="model.layers.*.mlp.gate",
-            rows=experts,
-            columns=hidden,
-            count=count,
-            layers=layers,
-        ),
-        Weight(
-            category=Category.router,
-            path="model.layers.*.mlp.gate.e_score_correction_bias",
-            rows=1,
-            columns=experts,
-            count=count,
-            layers=layers,
-            plain=Plain.f32,
-        ),
-    ]
-
-
-def _linear(category: Category, path: str, rows: int, columns: int, layers: tuple[int, ...]) -> Weight:
-    return Weight(
-        category=category,
-        path=f"model.layers.*.{path}",
-        rows=rows,
-        columns=columns,
-        count=len(layers),
-        layers=layers,
-        linear=True,
-    )
-
-
-def _vector(path: str, size: int, layers: tuple[int, ...]) -> Weight:
-    return Weight(category=Category.norms, path=path, rows=1, columns=size, count=max(len(layers), 1), layers=layers)
+    bias = vector(Category.router, "model.layers.*.mlp.gate.e_score_correction_bias", experts, layers)
+    return [router(experts, hidden, layers), replace(bias, plain=Plain.f32)]
 
 
 def _tower(path: str, rows: int, columns: int, count: int = 1) -> Weight:
     return Weight(category=Category.vision, path=path, rows=rows, columns=columns, count=count)
-
-
-def _prefixed(weight: Weight) -> Weight:
-    return Weight(
-        category=weight.category,
-        path=f"language_model.{weight.path}",
-        rows=weight.rows,
-        columns=weight.columns,
-        count=weight.count,
-        layers=weight.layers,
-        linear=weight.linear,
-        groups=weight.groups,
-        plain=weight.plain,
-    )
