@@ -87,9 +87,9 @@ class SyncConfig:
     """Largest allowed mean |log-prob difference| between engine and trainer, on probes and on every training batch."""
     movement_share: float = 0.5
     """The engine's log-probs must move by at least this share of what the trainer's moved since the last version."""
-    base_checksum_every: int = 10
-    """Versions from one checksum over the engine's whole base in memory to the next; 0: at start and end alone. The
-    probes after every version compare log-probs, which a changed base would move."""
+    base_checksum_every: int = 1
+    """Versions from one checksum over the engine's whole base in memory to the next. 1: after every publish; a base of
+    hundreds of gigabytes wants more (the probes after every version would notice a changed base too); 0: at the end."""
     swaps: int = 3
     """sync-test: adapter versions published while requests are in flight."""
     flight_tokens: int = 32
