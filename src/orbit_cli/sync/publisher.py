@@ -1,9 +1,9 @@
 """Publish adapter versions to the engine and prove that each arrived.
 
 A publish is believed only when: the engine reports the checksum of what it holds and it is ours; the engine's log-probs
-moved when the trainer's did; the gap between the two sides is within its limit; the base in the engine's memory hashes to
-what it was (every `sync.base_checksum_every` versions, and at the end of a run).
-Anything else stops the run with what was wrong.
+moved when the trainer's did; the gap between the two sides is within its limit; the base in the engine's memory hashes
+to what it was (every `sync.base_checksum_every` versions, and at the end of a run). Anything else stops
+the run with what was wrong.
 """
 
 from __future__ import annotations
