@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from orbit_kernels.decode import dequantize
+from orbit_kernels.chunk_decode import decode_experts
 from orbit_kernels.grouped import PackedExperts
 
 BUDGET = 1 << 30
@@ -55,19 +55,37 @@ def chunked_product(
     bounds = offsets.tolist()  # the one wait for the device
     hit = [expert for expert in range(experts) if bounds[expert + 1] > bounds[expert]]
     out = rows.new_empty(len(rows), inputs if gradient else outputs)
-    run = _on_two_streams if rows.is_cuda else _in_turn
-    run([hit[first : first + size] for first in range(0, len(hit), size)], rows, weight, bounds, gradient, out)
+    if hit:
+        run = _on_two_streams if rows.is_cuda else _in_turn
+        run(_Product(rows, weight, offsets, bounds, hit, gradient, out), min(size, len(hit)))
     return out
 
 
-def decoded_chunk(weight: PackedExperts, experts: list[int], dtype: torch.dtype) -> Tensor:
-    """[C, N, K] of the given experts; parts are decoded one by one since FP8 blocks do not cross them."""
-    index = torch.tensor(experts, device=weight.packed.device)
-    packed = _take(weight.packed, index).chunk(weight.parts, 1)
-    scale = [None] * weight.parts if weight.scale is None else _take(weight.scale, index).chunk(weight.parts, 1)
-    shared = None if weight.global_scale is None else weight.global_scale[index]
-    parts = [dequantize(own, s, weight.fmt, dtype, shared) for own, s in zip(packed, scale, strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+class _Product:
+    """One call's tensors, and its two steps for a chunk hit[first:last] of the experts that have rows."""
+
+    def __init__(self, rows, weight, offsets, bounds, hit, gradient, out):
+        self.rows, self.weight, self.out = rows, weight, out
+        self.bounds, self.hit, self.gradient = bounds, hit, gradient
+        self.index = torch.tensor(hit, device=rows.device)
+        self.ends = offsets.index_select(0, self.index + 1)  # here, since a copy from the host waits for the device
+
+    def buffer(self, experts: int) -> Tensor:
+        return self.rows.new_empty(experts, *self.weight.shape[1:])
+
+    def decode(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        return decode_experts(self.weight, self.index[first:last], buffer[: last - first])
+
+    def multiply(self, first: int, last: int, dense: Tensor) -> None:
+        """Those between two experts of a chunk have no rows."""
+        begin, end = self.bounds[self.hit[first]], self.bounds[self.hit[last - 1] + 1]
+        if self.rows.is_cuda:
+            matrices = dense if self.gradient else dense.transpose(1, 2)
+            self.out[begin:end] = torch._grouped_mm(self.rows[begin:end], matrices, self.ends[first:last] - begin)
+            return
+        for expert, matrix in zip(self.hit[first:last], dense, strict=True):
+            own = slice(self.bounds[expert], self.bounds[expert + 1])
+            self.out[own] = self.rows[own] @ (matrix if self.gradient else matrix.T)
 
 
 def fastest(paths: dict[str, Callable[[], object]], key: str, cache: Path, measure: Callable) -> str:
@@ -96,40 +114,27 @@ def _read(cache: Path) -> dict:
         return {}
 
 
-def _take(tensor: Tensor, index: Tensor) -> Tensor:
-    """index_select that also takes FP8."""
-    return tensor.view(torch.uint8).index_select(0, index).view(tensor.dtype)
+def _in_turn(product: _Product, size: int) -> None:
+    buffer = product.buffer(size)
+    for first in range(0, len(product.hit), size):
+        last = min(first + size, len(product.hit))
+        product.multiply(first, last, product.decode(first, last, buffer))
 
 
-def _multiply(chunk: list[int], dense: Tensor, rows: Tensor, bounds: list[int], gradient: bool, out: Tensor) -> None:
-    """Products of the rows of a chunk's experts; those between two hit experts have no rows."""
-    first, last = bounds[chunk[0]], bounds[chunk[-1] + 1]
-    if rows.is_cuda:
-        ends = torch.tensor([bounds[expert + 1] - first for expert in chunk], dtype=torch.int32, device=rows.device)
-        matrices = dense if gradient else dense.transpose(1, 2)
-        out[first:last] = torch._grouped_mm(rows[first:last], matrices, ends)
-        return
-    for expert, matrix in zip(chunk, dense, strict=True):
-        own = slice(bounds[expert], bounds[expert + 1])
-        out[own] = rows[own] @ (matrix if gradient else matrix.T)
-
-
-def _in_turn(chunks, rows, weight, bounds, gradient, out) -> None:
-    for chunk in chunks:
-        _multiply(chunk, decoded_chunk(weight, chunk, rows.dtype), rows, bounds, gradient, out)
-
-
-def _on_two_streams(chunks, rows, weight, bounds, gradient, out) -> None:
-    """Decode chunk i + 1 while chunk i is multiplied; at most two decoded chunks are alive."""
-    main, side = torch.cuda.current_stream(), _decode_stream(rows.device)
+def _on_two_streams(product: _Product, size: int) -> None:
+    """Decode chunk i + 1 while chunk i is multiplied, each in the buffer that chunk i - 1 has left."""
+    main, side = torch.cuda.current_stream(), _decode_stream(product.rows.device)
+    buffers = [product.buffer(size) for _ in range(1 if size == len(product.hit) else 2)]
     multiplied: list[torch.cuda.Event] = []
-    for number, chunk in enumerate(chunks):
-        side.wait_stream(main) if number == 0 else side.wait_event(multiplied[max(number - 2, 0)])
+    side.wait_stream(main)
+    for number, first in enumerate(range(0, len(product.hit), size)):
+        last = min(first + size, len(product.hit))
+        if number > 1:
+            side.wait_event(multiplied[number - 2])
         with torch.cuda.stream(side):
-            dense = decoded_chunk(weight, chunk, rows.dtype)
+            dense = product.decode(first, last, buffers[number % 2])
         main.wait_stream(side)
-        _multiply(chunk, dense, rows, bounds, gradient, out)
-        dense.record_stream(main)
+        product.multiply(first, last, dense)
         multiplied.append(main.record_event())
 
 
