@@ -96,6 +96,10 @@ class TrainerModel:
         )
         return {"base_packed": packed, "base_plain": total - packed, **self.bank.memory()}
 
+    def held(self) -> list[Tensor]:
+        """What is in memory whether a step runs or not: the base, and the adapter as it is multiplied."""
+        return [*(tensor for _, tensor in self._frozen()), *(part.compute for part in self.bank.parts.values())]
+
     def _frozen(self) -> list[tuple[str, Tensor]]:
         return [*self.module.named_parameters(), *self.module.named_buffers()]
 

@@ -19,6 +19,7 @@ from orbit_cli.telemetry.report import figures, write_report
 from orbit_cli.telemetry.run_folder import RunFolder
 from orbit_cli.trainer.checkpoint import TrainState, list_checkpoints, load_checkpoint
 from orbit_cli.trainer.interrupt import StopRequest
+from orbit_cli.trainer.layer_meter import LayerMeter
 from orbit_cli.trainer.loop import Session, train_loop
 from orbit_cli.trainer.optimizer import make_optimizer
 
@@ -80,6 +81,7 @@ def _session(
         state=state,
         model=model,
         optimizer=optimizer,
+        meter=LayerMeter(model),
         source=RolloutSource(served.engine, served.environment, served.generator, config, recorder.turn),
         publisher=Publisher(served.engine, model, probe_tokens(config, served), config.sync),
         recorder=recorder,

@@ -16,6 +16,7 @@ from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.system import WandbMode
 from orbit_cli.config.serialize import to_plain
 from orbit_cli.telemetry.console import RunConsole
+from orbit_cli.telemetry.files import write_json
 from orbit_cli.telemetry.memory import MemoryRecorder, rss_gib
 from orbit_cli.telemetry.metrics import JsonLines, MetricsWriter, read_rows
 from orbit_cli.telemetry.receipts import AdaptedRow, receipts
@@ -45,6 +46,7 @@ class Recorder:
         self._samples: JsonLines | None = None
         self._seconds: dict[str, float] = {}  # phase -> seconds since the last row that took them
         self._sampled = 0
+        self._layers_written = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -120,6 +122,16 @@ class Recorder:
         self._write_samples(step, trajectories)
         self.record("train", step, row)
 
+    def layers(self, record: Mapping[str, Any] | None) -> None:
+        """What each layer cost in an early step, as trainer/layer_meter.py measured it, if it has; written once."""
+        if record is not None and not self._layers_written:
+            self._layers_written = True
+            write_json(self.folder.layers, record)
+            rows = record["layers"]
+            mean = {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in rows[-1]}
+            parts = [_cost(mean, part) for part in ("", "experts_") if part + "kept_mib" in mean]
+            self.notify(f"a layer in the mean, {record['tokens']} tokens: " + "; ".join(parts))
+
     def evaluation(self, step: int, result: EvalResult, policy: str | None = None) -> None:
         """An evaluation after `step` steps; `policy` names what was evaluated where that is not the run's adapter."""
         row = {**result.metrics, "eval_seconds": self._seconds.pop("eval", 0.0)}
@@ -173,6 +185,13 @@ class Recorder:
                     "error": chosen.error,
                 }
             )
+
+
+def _cost(mean: Mapping[str, float], part: str) -> str:
+    """One line on a layer or on the experts in it."""
+    forward, backward, kept = (mean[part + name] for name in ("forward_ms", "backward_ms", "kept_mib"))
+    where = "experts alone " if part else ""
+    return f"{where}{forward:.1f} ms forward, {backward:.1f} ms backward, {kept:.1f} MiB kept"
 
 
 def _rate(count: float, seconds: float) -> float | None:

@@ -5,7 +5,8 @@ samples.jsonl   samples for people to read    memory.json     peaks by phase
 adapters/       one PEFT folder per version   checkpoints/    what resuming needs
 engine.log      the engine's own log          wandb_id        id of the W&B run, reused on resume
 receipts.json   what was printed at the start report.html     the report; summary.json: its figures
-status.json     running | finished | failed | interrupted, and the process id
+layers.json     time and memory by layer      status.json     running | finished | failed | interrupted, and the
+                                                              process id
 """
 
 from __future__ import annotations
@@ -139,6 +140,10 @@ class RunFolder:
     @property
     def memory(self) -> Path:
         return self.path / "memory.json"
+
+    @property
+    def layers(self) -> Path:
+        return self.path / "layers.json"
 
     @property
     def engine_log(self) -> Path:

@@ -19,6 +19,7 @@ from orbit_cli.sync.publisher import Publisher
 from orbit_cli.telemetry.recorder import Recorder
 from orbit_cli.trainer.checkpoint import TrainState, save_checkpoint
 from orbit_cli.trainer.interrupt import StopRequest
+from orbit_cli.trainer.layer_meter import LayerMeter
 from orbit_cli.trainer.step import optimise, prepare
 from orbit_cli.types import EvalResult, SampledBatch
 
@@ -39,6 +40,7 @@ class Session:
     state: TrainState
     model: TrainerModel
     optimizer: torch.optim.Optimizer
+    meter: LayerMeter
     source: PolicySource
     publisher: Publisher
     recorder: Recorder
@@ -64,7 +66,8 @@ def train_loop(session: Session) -> None:
             batch = session.source.sample(state.step, state.cursor, state.version)
         with recorder.phase("train"):
             prepared = prepare(batch.trajectories, config)
-            learned = optimise(session.model, session.optimizer, prepared, config, state.step)
+            with session.meter.step():
+                learned = optimise(session.model, session.optimizer, prepared, config, state.step)
             check_gap(learned, config)
         state.step += 1
         state.version += 1
@@ -73,6 +76,7 @@ def train_loop(session: Session) -> None:
             swap = session.publisher.publish(state.version)
         metrics = {**batch.metrics, **learned, **swap, **session.model.bank.health()}
         recorder.step(state.step, metrics, batch.trajectories)
+        recorder.layers(session.meter.record)
         if _checkpoint_due(session):
             checkpoint(session)
 
