@@ -92,12 +92,16 @@ def beside(planned_gib: float, measured_gib: float | None) -> dict[str, float | 
 
 
 def peaks() -> dict[str, float]:
-    """Peaks now, in GiB: process, children (sum of their resident memory), and each GPU."""
+    """Peaks now, in GiB: process, children (sum of their resident memory), and of each GPU what this process allocated,
+    what it reserved, and what all processes use at this moment."""
     seen = {"process_gib": _status_gib("self", "VmHWM"), "children_gib": children_gib()}
     cuda = _cuda()
     if cuda is not None:
         for device in range(cuda.device_count()):
+            free, total = cuda.mem_get_info(device)
             seen[f"cuda{device}_gib"] = cuda.max_memory_allocated(device) / GIB
+            seen[f"cuda{device}_reserved_gib"] = cuda.max_memory_reserved(device) / GIB
+            seen[f"cuda{device}_used_gib"] = (total - free) / GIB
     return seen
 
 
