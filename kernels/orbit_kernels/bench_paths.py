@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from orbit_kernels.chunk_decode import decode_experts
+from orbit_kernels.chunked import chunked_product
 from orbit_kernels.decode import dequantize
-from orbit_kernels.expert_layer import expert_layer
+from orbit_kernels.expert_layer import expert_layer, serve_expert_layer
 from orbit_kernels.experts import ExpertAdapters, StackedAdapter
 from orbit_kernels.fragments import GROUP
 from orbit_kernels.grouped import PackedExperts, decoded_expert, grouped_forward, grouped_input_gradient
@@ -26,18 +28,21 @@ class Batch:
     """Random rows and routing of one size."""
 
     x: Tensor  # [T, H]
-    ids: Tensor  # [T, k]
-    weights: Tensor  # [T, k]
+    ids: Tensor  # int32 [T, k]
+    weights: Tensor  # float32 [T, k]
     offsets: Tensor  # int32 [E + 1]
+    hit: int  # experts with rows
     rows13: Tensor  # [R, H]
     rows2: Tensor  # [R, I]
     slopes13: Tensor  # [R, 2 I]
     slopes2: Tensor  # [R, H]
 
     def result_bytes(self, pass_: str) -> int:
-        """Of the two results of a pass."""
-        results = (self.slopes13, self.slopes2) if pass_ == "forward" else (self.rows13, self.rows2)
-        return sum(t.numel() * t.element_size() for t in results)
+        """Of what a pass gives back."""
+        results = {
+            "forward": (self.slopes13, self.slopes2), "gradient": (self.rows13, self.rows2), "mlp": (self.x,)
+        }[pass_]  # fmt: skip
+        return sum(t.nbytes for t in results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +61,8 @@ class Problem:
             _random_weight(experts, *shape, fmt, parts)
             for shape, parts in (((2 * inter, hidden), 2), ((hidden, inter), 1))
         ]
-        dense = []
-        for weight in pair:
-            own = torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda")
-            for expert in range(experts):
-                own[expert] = decoded_expert(weight, expert, torch.bfloat16)
-            dense.append(own)
+        index = torch.arange(experts, device="cuda")
+        dense = [decode_experts(w, index, torch.empty(w.shape, dtype=torch.bfloat16, device="cuda")) for w in pair]
         return Problem(*pair, *dense, slots)
 
     def batch(self, tokens: int) -> Batch:
@@ -73,8 +74,22 @@ class Problem:
         shapes = ((rows, hidden), (rows, inter), (rows, 2 * inter), (rows, hidden))
         matrices = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
         x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
-        weights = torch.rand(tokens, self.slots, device="cuda").to(torch.bfloat16)
-        return Batch(x, ids, weights, offsets, *matrices)
+        weights = torch.rand(tokens, self.slots, device="cuda")
+        return Batch(x, ids.to(torch.int32), weights, offsets, int((counts > 0).sum()), *matrices)
+
+    def bytes_moved(self, batch: Batch, pass_: str, dense: bool) -> int:
+        """The bytes that a pass must read and write at least: weights of the experts hit, activations in and out.
+
+        `layer` reads the weights twice and x, y, dx, dy once; adapters and what is kept for backward are not counted.
+        """
+        stored = [t for w in (self.w13, self.w2) for t in (w.packed, w.scale) if t is not None]
+        weights = sum(t.nbytes for t in ((self.dense13, self.dense2) if dense else stored))
+        weights = weights * batch.hit // len(self.dense2)
+        if pass_ == "mlp":
+            return weights + 2 * batch.x.nbytes
+        if pass_ == "layer":
+            return 2 * weights + 4 * batch.x.nbytes
+        return weights + sum(t.nbytes for t in (batch.rows13, batch.rows2, batch.slopes13, batch.slopes2))
 
 
 def ours(problem: Problem, batch: Batch, pass_: str) -> tuple[Tensor, Tensor]:
@@ -104,6 +119,15 @@ def bf16_resident(problem: Problem, batch: Batch, pass_: str) -> tuple[Tensor, T
     )
 
 
+def chunked(problem: Problem, batch: Batch, pass_: str) -> list[Tensor]:
+    """chunked.py with its default budget."""
+    gradient = pass_ == "gradient"
+    return [
+        chunked_product(slopes if gradient else rows, weight, batch.offsets, gradient=gradient)
+        for weight, rows, slopes in _sides(problem, batch)
+    ]
+
+
 def chunked_eager(problem: Problem, batch: Batch, pass_: str) -> list[Tensor]:
     """Decode CHUNK experts in PyTorch, multiply, next."""
     bounds = batch.offsets.tolist()
@@ -124,17 +148,23 @@ def chunked_eager(problem: Problem, batch: Batch, pass_: str) -> list[Tensor]:
 
 def expert_loop(problem: Problem, batch: Batch, pass_: str) -> list[Tensor]:
     """Decode one expert in PyTorch, multiply, next."""
-    bounds = batch.offsets.tolist()
-    results = []
-    for weight, rows, slopes in _sides(problem, batch):
-        source = rows if pass_ == "forward" else slopes
-        pieces = []
-        for expert in range(len(bounds) - 1):
-            dense = decoded_expert(weight, expert, torch.bfloat16)
-            own = source[bounds[expert] : bounds[expert + 1]]
-            pieces.append(own @ (dense.T if pass_ == "forward" else dense))
-        results.append(torch.cat(pieces))
-    return results
+    return _one_by_one(problem, batch, pass_, lambda weight, expert: decoded_expert(weight, expert, torch.bfloat16))
+
+
+def like_bitsandbytes(problem: Problem, batch: Batch, pass_: str) -> list[Tensor]:
+    """The same with one kernel that decodes the expert, as bitsandbytes' 4-bit linears do in both directions."""
+    index = torch.arange(len(problem.dense2), device="cuda")
+
+    def decoded(weight: PackedExperts, expert: int) -> Tensor:
+        out = torch.empty(1, *weight.shape[1:], dtype=torch.bfloat16, device="cuda")
+        return decode_experts(weight, index[expert : expert + 1], out)[0]
+
+    return _one_by_one(problem, batch, pass_, decoded)
+
+
+def served(problem: Problem, batch: Batch) -> Tensor:
+    """The whole MLP as the engine runs it: routing, both products, SwiGLU, weighted sum. y [T, H]."""
+    return serve_expert_layer(batch.x, batch.ids, batch.weights, problem.w13, problem.w2)
 
 
 def layer(problem: Problem, batch: Batch, adapter: str) -> Callable[[], tuple[Tensor, ...]]:
@@ -146,10 +176,10 @@ def layer(problem: Problem, batch: Batch, adapter: str) -> Callable[[], tuple[Te
     found = ExpertAdapters(gate=stacks[0], up=stacks[1], down=stacks[2])
     leaves = [t for s in stacks if s is not None for t in (s.rotation, s.lora_a, s.lora_b) if t is not None]
     x = batch.x.detach().requires_grad_()
-    slope = torch.randn_like(x)
+    slope, weights = torch.randn_like(x), batch.weights.to(torch.bfloat16)
 
     def run() -> tuple[Tensor, ...]:
-        y = expert_layer(x, batch.ids, batch.weights, problem.w13, problem.w2, found)
+        y = expert_layer(x, batch.ids, weights, problem.w13, problem.w2, found)
         return torch.autograd.grad(y, [x, *leaves], slope)
 
     return run
@@ -157,6 +187,23 @@ def layer(problem: Problem, batch: Batch, adapter: str) -> Callable[[], tuple[Te
 
 def _sides(problem: Problem, batch: Batch) -> list[tuple[PackedExperts, Tensor, Tensor]]:
     return [(problem.w13, batch.rows13, batch.slopes13), (problem.w2, batch.rows2, batch.slopes2)]
+
+
+def _one_by_one(
+    problem: Problem, batch: Batch, pass_: str, decoded: Callable[[PackedExperts, int], Tensor]
+) -> list[Tensor]:
+    bounds = batch.offsets.tolist()
+    results = []
+    for weight, rows, slopes in _sides(problem, batch):
+        source = rows if pass_ == "forward" else slopes
+        pieces = []
+        for expert in range(len(bounds) - 1):
+            own = source[bounds[expert] : bounds[expert + 1]]
+            if len(own):
+                dense = decoded(weight, expert)
+                pieces.append(own @ (dense.T if pass_ == "forward" else dense))
+        results.append(torch.cat(pieces))
+    return results
 
 
 def _random_adapter(kind: str, experts: int, inputs: int, outputs: int) -> StackedAdapter | None:
