@@ -41,6 +41,12 @@ def test_ue8m0_bytes():
     assert torch.isnan(decoded[7])
 
 
+def test_ue8m0_byte_255_makes_every_weight_of_its_group_nan():
+    packed = (torch.arange(16) * 17).to(torch.uint8).view(1, 16).repeat(1, 2)  # every code, zeros too
+    decoded = dequantize(packed, torch.tensor([[255, 127]], dtype=torch.uint8), "mxfp4", torch.bfloat16)
+    assert decoded[:, :32].isnan().all() and decoded[:, 32:].isfinite().all()
+
+
 def test_subnormal_mxfp4_scale_is_not_flushed():
     packed = torch.full((1, 16), 0x22, dtype=torch.uint8)  # all 1.0
     decoded = dequantize(packed, torch.zeros(1, 1, dtype=torch.uint8), "mxfp4", torch.float32)
