@@ -165,9 +165,12 @@ def test_recompute_chunks_and_micro_batches_make_it_smaller() -> None:
         plan = planned("model=qwen3_4b", "hardware=h200x1", "experiment=long_answers", *overrides)
         return next(p.nbytes for p in plan.phases[0].parts if p.name == name)
 
+    def peak(*overrides: str) -> int:
+        return planned("model=qwen3_4b", "hardware=h200x1", "experiment=long_answers", *overrides).phases[0].nbytes
+
     assert part("activations") < part("activations", "trainer.activation_checkpointing=false") / 10
-    few = part("logits of one chunk", "trainer.logprob_chunk_tokens=128")
-    assert few < part("logits of one chunk", "trainer.logprob_chunk_tokens=4096")
+    few, many = (peak(f"trainer.logprob_chunk_tokens={tokens}") for tokens in (128, 32_768))
+    assert few < many
     assert part("activations", "trainer.micro_batch_tokens=1024") < part(
         "activations", "trainer.micro_batch_tokens=65536"
     )

@@ -159,6 +159,10 @@ def test_planned_peaks_have_the_columns_of_the_memory_record() -> None:
         "adapter_grads": 475_136,
     }
     gpu = planned_peaks(composed("model=kimi_k26", "hardware=b200x8"))
-    assert set(gpu["phases"]["train"]) == {f"cuda{index}_gib" for index in range(8)}
+    kinds = ("", "_reserved", "_used")
+    assert set(gpu["phases"]["train"]) == {f"cuda{index}{kind}_gib" for index in range(8) for kind in kinds}
+    allocated, reserved, used = (gpu["phases"]["rollout"][f"cuda0{kind}_gib"] for kind in kinds)
+    assert reserved == pytest.approx(gpu["phases"]["train"]["cuda0_gib"])  # the training peak is kept while sampling
+    assert allocated < reserved < used
     sampled = planned_peaks(composed("recipe=smoke_moe_lora"), trains=False)
     assert set(sampled["phases"]) == {"rollout", "eval", "sync"} and sampled["parts"] == {}

@@ -8,9 +8,9 @@ Cache sizes are SGLang 0.5.17's (srt/model_executor/pool_configurator.py, class 
 from __future__ import annotations
 
 from orbit_cli.errors import ConfigError
-from orbit_cli.planner.dense import expert_activations
+from orbit_cli.planner.dense import expert_activations, packed_expert_activations, swiglu_activations
 from orbit_cli.planner.facts import Facts
-from orbit_cli.planner.shape import ActivationShape, CacheShape, Category, ModelShape, Plain, Weight
+from orbit_cli.planner.shape import ActivationShape, CacheShape, Category, Kept, ModelShape, Plain, Weight
 
 STREAMS_EXTRA = 2  # a mixer has a row for each stream's input and output beside the n x n combination
 SWA_SHARE = 0.1  # SGLang's swa_full_tokens_ratio: sliding-window slots per pool token
@@ -52,6 +52,8 @@ def deepseek_v4(facts: Facts) -> ModelShape:
     for number in range(ahead):
         weights += block.ahead(number)
     csa, hca = len(kinds[CSA]), len(kinds[HCA])
+    mixed = Kept("streams before and after their mixing, float32", 2 * block.streams * hidden, 4)
+    beside = swiglu_activations("shared expert: ", shared * width, "w2")
     return ModelShape(
         model_type=facts.model_type,
         hidden=hidden,
@@ -62,21 +64,19 @@ def deepseek_v4(facts: Facts) -> ModelShape:
         cache=cache(facts, layers, csa, hca),
         activations=ActivationShape(
             attention=(
-                ("streams before and after their mixing, float32", 2 * block.streams * hidden, 4),
-                ("input of the norm, float32", hidden, 4),
-                ("its output: input of wq_a and wkv", hidden, 0),
-                ("inputs of the latent norms, float32", block.q_rank + head, 4),
-                ("queries, before and after rotary positions", 2 * heads * head, 0),
-                ("attention's output, and its inverse rotation", 2 * heads * head, 0),
-                ("input of wo_b", block.o_groups * block.o_rank, 0),
+                mixed,
+                Kept("input of the norm, float32", hidden, 4),
+                Kept("its output: input of wq_a and wkv", hidden, only_for=("wq_a", "wkv")),
+                Kept("inputs of the latent norms, float32", block.q_rank + head, 4),
+                Kept("queries, before and after rotary positions", 2 * heads * head),
+                Kept("attention's output, and its inverse rotation", 2 * heads * head),
+                Kept("input of wo_b", block.o_groups * block.o_rank),
             ),
-            experts=(
-                ("streams before and after their mixing, float32", 2 * block.streams * hidden, 4),
-                *expert_activations(hidden, width, top_k, experts),
-                ("shared expert: gate, silu(gate), up and their product", 4 * shared * width, 0),
-            ),
+            experts=(mixed, *expert_activations(hidden, width, top_k, experts), *beside),
+            packed_experts=(mixed, *packed_expert_activations(hidden, width, top_k), *beside),
             expert_layers=layers,
             stream=block.streams * hidden,
+            expert_width=width,
             probabilities=heads * 5 // 4,  # transformers has only plain attention for it; a quarter is compressed keys
             fused_on_gpu=False,
         ),

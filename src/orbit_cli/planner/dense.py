@@ -7,7 +7,7 @@ Qwen/Qwen3-4B, HuggingFaceTB/SmolLM2).
 from __future__ import annotations
 
 from orbit_cli.planner.facts import Facts
-from orbit_cli.planner.shape import ActivationShape, CacheShape, Category, ModelShape, Weight
+from orbit_cli.planner.shape import ActivationShape, CacheShape, Category, Kept, ModelShape, Weight
 
 
 def grouped_query(facts: Facts) -> ModelShape:
@@ -65,9 +65,12 @@ def grouped_query(facts: Facts) -> ModelShape:
             attention=attention_activations(hidden, heads * head, kv * head, heads, normed),
             dense=mlp_activations(hidden, middle),
             experts=expert_activations(hidden, width, top_k, experts),
+            packed_experts=packed_expert_activations(hidden, width, top_k),
             dense_layers=len(plain),
             expert_layers=len(sparse),
             stream=hidden,
+            dense_width=middle,
+            expert_width=width,
         ),
         tied=tied,
         experts=experts,
@@ -82,39 +85,56 @@ def mlp(category: Category, path: str, hidden: int, width: int, layers: tuple[in
     return [linear(category, f"{path}.{name}", *size, layers, each) for name, size in sizes.items()]
 
 
-def attention_activations(
-    hidden: int, queries: int, keys: int, heads: int, normed: bool
-) -> tuple[tuple[str, int, int], ...]:
+def attention_activations(hidden: int, queries: int, keys: int, heads: int, normed: bool) -> tuple[Kept, ...]:
     """What attention keeps of a token: float32 where transformers' RMSNorm computes in it."""
     kept = [
-        ("input of the norm, float32", hidden, 4),
-        ("its output: input of q, k, v", hidden, 0),
-        ("q, k, v after rotary positions, k and v repeated for each query head", 3 * queries, 0),
-        ("attention's output and its log-sum", queries, 0),
-        ("log-sum, float32", heads, 4),
+        Kept("input of the norm, float32", hidden, 4),
+        Kept("its output: input of q, k, v", hidden, only_for=("q_proj", "k_proj", "v_proj")),
+        Kept("q, k, v after rotary positions, k and v repeated for each query head", 3 * queries),
+        Kept("attention's output", queries),
+        Kept("its log-sum, float32", heads, 4),
     ]
     if normed:
-        kept.append(("inputs of the query and key norms, float32", queries + keys, 4))
+        kept.append(Kept("inputs of the query and key norms, float32", queries + keys, 4))
     return tuple(kept)
 
 
-def mlp_activations(hidden: int, width: int) -> tuple[tuple[str, int, int], ...]:
+def mlp_activations(hidden: int, width: int) -> tuple[Kept, ...]:
     """What a SwiGLU keeps of a token."""
     return (
-        ("input of the norm, float32", hidden, 4),
-        ("its output: input of gate and up", hidden, 0),
-        ("gate, silu(gate), up and their product", 4 * width, 0),
+        Kept("input of the norm, float32", hidden, 4),
+        Kept("its output: input of gate and up", hidden, only_for=("gate_proj", "up_proj")),
+        *swiglu_activations("", width, "down_proj"),
     )
 
 
-def expert_activations(hidden: int, width: int, top_k: int, experts: int) -> tuple[tuple[str, int, int], ...]:
-    """What routed experts keep of a token: every expert that it visits keeps its own rows."""
+def swiglu_activations(owner: str, width: int, down: str) -> tuple[Kept, ...]:
+    """Between the linears of a SwiGLU; `down` is the adapter target that takes the product."""
     return (
-        ("input of the norm, float32", hidden, 4),
-        ("its output", hidden, 0),
-        ("router: logits and probabilities, float32", 2 * experts, 4),
-        ("rows by expert: input of gate and up", top_k * hidden, 0),
-        ("gate, silu(gate), up and their product", 4 * top_k * width, 0),
+        Kept(f"{owner}gate, silu(gate) and up", 3 * width),
+        Kept(f"{owner}their product: input of {down}", width, only_for=(down,)),
+    )
+
+
+def expert_activations(hidden: int, width: int, top_k: int, experts: int) -> tuple[Kept, ...]:
+    """What routed experts keep of a token in PyTorch: every expert that it visits keeps its own rows."""
+    return (
+        Kept("input of the norm, float32", hidden, 4),
+        Kept("its output", hidden),
+        Kept("router: logits and probabilities, float32", 2 * experts, 4),
+        Kept("rows by expert: input of gate and up", top_k * hidden),
+        Kept("gate, silu(gate), up and their product", 4 * top_k * width),
+    )
+
+
+def packed_expert_activations(hidden: int, width: int, top_k: int) -> tuple[Kept, ...]:
+    """What the GPU kernels keep of a token: its one input and gate and up by expert; the router keeps nothing."""
+    return (
+        Kept("input of the norm, float32", hidden, 4),
+        Kept("its output: input of the experts", hidden),
+        Kept("gate and up by expert", 2 * top_k * width),
+        Kept("routing: order and position, int32", 2 * top_k, 4),
+        Kept("routing weights", top_k),
     )
 
 

@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orbit_cli.planner.dense import expert_activations, linear, mlp, mlp_activations, router, vector
+from orbit_cli.planner.dense import (
+    expert_activations,
+    linear,
+    mlp,
+    mlp_activations,
+    packed_expert_activations,
+    router,
+    swiglu_activations,
+    vector,
+)
 from orbit_cli.planner.facts import Facts
-from orbit_cli.planner.shape import ActivationShape, CacheShape, Category, ModelShape, Plain, Weight
+from orbit_cli.planner.shape import ActivationShape, CacheShape, Category, Kept, ModelShape, Plain, Weight
 
 
 def latent_attention(facts: Facts) -> ModelShape:
@@ -29,6 +38,7 @@ def latent_attention(facts: Facts) -> ModelShape:
     every, plain, sparse = tuple(range(layers)), tuple(range(first)), tuple(range(first, layers))
     middle = facts.whole("intermediate_size", None if plain else 0)
     query, key = heads * (nope + rope), nope + rope
+    beside = swiglu_activations("shared expert: ", shared * width, "down_proj")
 
     shapes = {"kv_a_proj_with_mqa": (kv_rank + rope, hidden), "kv_b_proj": (heads * (nope + value), kv_rank)}
     if q_rank:
@@ -70,13 +80,15 @@ def latent_attention(facts: Facts) -> ModelShape:
             formula=f"{layers} layers x ({kv_rank} latent + {rope} rotary)",
         ),
         activations=ActivationShape(
-            attention=_attention_activations(hidden, heads, q_rank, kv_rank, rope, key, value),
+            attention=_attention_activations(hidden, heads, q_rank, kv_rank, key, nope + value, value),
             dense=mlp_activations(hidden, middle),
-            experts=expert_activations(hidden, width, top_k, experts)
-            + (("shared expert: gate, silu(gate), up and their product", 4 * shared * width, 0),),
+            experts=expert_activations(hidden, width, top_k, experts) + beside,
+            packed_experts=packed_expert_activations(hidden, width, top_k) + beside,
             dense_layers=len(plain),
             expert_layers=len(sparse),
             stream=hidden,
+            dense_width=middle,
+            expert_width=width,
             probabilities=heads,  # keys and values differ in width: torch's fused attention on a CPU wants them equal
         ),
         tied=tied,
@@ -118,16 +130,19 @@ def vision(facts: Facts) -> list[Weight]:
 
 
 def _attention_activations(
-    hidden: int, heads: int, q_rank: int, kv_rank: int, rope: int, key: int, value: int
-) -> tuple[tuple[str, int, int], ...]:
+    hidden: int, heads: int, q_rank: int, kv_rank: int, key: int, decompressed: int, value: int
+) -> tuple[Kept, ...]:
+    """`decompressed` numbers of each head leave kv_b_proj: a key without its rotary part, and a value."""
     return (
-        ("input of the norm, float32", hidden, 4),
-        ("its output: input of q_a and kv_a", hidden, 0),
-        ("inputs of the latent norms, float32", q_rank + kv_rank, 4),
-        ("their outputs: inputs of q_b and kv_b", q_rank + kv_rank, 0),
-        ("queries and keys with rotary part", 2 * heads * key, 0),
-        ("values and attention's output", 2 * heads * value, 0),
-        ("log-sum, float32", heads, 4),
+        Kept("input of the norm, float32", hidden, 4),
+        Kept("its output: input of q_a and kv_a", hidden, only_for=("q_a_proj", "kv_a_proj_with_mqa", "q_proj")),
+        Kept("inputs of the latent norms, float32", q_rank + kv_rank, 4),
+        Kept("output of the query's: input of q_b", q_rank, only_for=("q_b_proj",)),
+        Kept("output of the other: input of kv_b", kv_rank, only_for=("kv_b_proj",)),
+        Kept("queries and keys with rotary part", 2 * heads * key),
+        Kept("output of kv_b, of which the values are a view", heads * decompressed),
+        Kept("attention's output", heads * value),
+        Kept("its log-sum, float32", heads, 4),
     )
 
 

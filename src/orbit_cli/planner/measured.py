@@ -1,7 +1,14 @@
 """Planned peaks in the form in which a run measures them, so that its memory record can hold both side by side.
 
-A run measures resident memory of its process (the trainer) and of its children (the engine), on a GPU what torch
-allocated in its own process, and exactly what base, adapter and gradients take in the trainer.
+A run measures resident memory of its process (the trainer) and of its children (the engine), and exactly what base,
+adapter and gradients take in the trainer. On a GPU three figures of each phase have a plan:
+
+    cuda0_gib           what tensors of our own process took at the peak (torch's allocated)
+    cuda0_reserved_gib  that and what its allocator kept (torch's reserved)
+    cuda0_used_gib      all of the GPU that is not free: both processes, contexts, and whoever else is there
+
+The engine's parts lie in another process and cannot be told apart: the third less the second is the engine with both
+contexts.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ from typing import Any
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.errors import OrbitError
 from orbit_cli.planner.part import GIB, Side
-from orbit_cli.planner.plan import Phase, Plan, dtype_bytes, make_plan
+from orbit_cli.planner.plan import CACHED, CONTEXT, Phase, Plan, dtype_bytes, make_plan
 
 # Phases of a run -> phases of a plan. A published adapter is proved by both sides in turn, as sampling does.
 PHASES = {"train": "train", "rollout": "rollout", "eval": "rollout", "sync": "rollout"}
@@ -31,8 +38,15 @@ def planned_peaks(config: OrbitConfig, *, trains: bool = True) -> dict[str, Any]
 def _columns(plan: Plan, phase: Phase) -> dict[str, float]:
     if not plan.layout.on_gpu:
         return {"process_gib": phase.of(Side.trainer) / GIB, "children_gib": phase.of(Side.engine) / GIB}
-    allocated = sum(p.nbytes for p in phase.parts if p.side is Side.trainer and p.name != "CUDA context")
-    return {f"cuda{index}_gib": allocated / GIB for index in range(plan.layout.trainer_gpus)}
+    own = {part.name: part.nbytes for part in phase.parts if part.side is Side.trainer and part.name != CONTEXT}
+    reserved = sum(own.values())
+    allocated = reserved - sum(nbytes for name, nbytes in own.items() if name.startswith(CACHED))
+    columns = {"": allocated, "_reserved": reserved, "_used": phase.nbytes}
+    return {
+        f"cuda{index}{what}_gib": nbytes / GIB
+        for index in range(plan.layout.trainer_gpus)
+        for what, nbytes in columns.items()
+    }
 
 
 def _parts(plan: Plan) -> dict[str, int]:

@@ -20,6 +20,8 @@ def notes(plan: Plan, *, trains: bool = True) -> list[str]:
         found.append(
             f"a decoding step that touches every weight reads {size(read)} and takes at least {1e3 * seconds:.1f} ms"
         )
+    if plan.phases[0].moment:
+        found.append(f"training holds most {plan.phases[0].moment}; what its other moments hold is not beside that")
     if plan.config.memory.offload is Offload.swap and hardware.host_gb_s:
         train = plan.phases[0]
         moved = _base(train, Side.trainer) + _base(rollout, Side.engine)

@@ -22,6 +22,9 @@ from orbit_cli.planner.serving import Engine
 from orbit_cli.planner.training import Trainer
 
 MIB = 1 << 20
+CONTEXT = "CUDA context"
+CACHED = "kept by the allocator"  # begins the names of what a process holds and does not use
+WORKSPACES = 2 * 32 * MIB  # cuBLAS's on Hopper and Blackwell, of the threads that run forward and backward passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +33,7 @@ class Phase:
 
     name: str  # "train" or "rollout"
     parts: list[Part]
+    moment: str = ""  # GPU, training: when in the phase most is held
 
     @property
     def nbytes(self) -> int:
@@ -112,26 +116,47 @@ def _phases(config: OrbitConfig, layout: Layout, trainer: Trainer, engine: Engin
     if not trains:
         own = [] if layout.on_gpu else [runtime[Side.trainer]]
         return [Phase(name="rollout", parts=[*own, *served, *engine.transient()])]
-    trained = [*trainer.resident(), runtime[Side.trainer]]
-    passing = trainer.transient()
+    trained = [*trainer.resident(), *_workspaces(layout), runtime[Side.trainer]]
+    moment, passing = trainer.transient()
     if not layout.colocated:
         return [
-            Phase(name="train", parts=[*trained, *passing]),
+            Phase(name="train", parts=[*trained, *passing], moment=moment),
             Phase(name="rollout", parts=[*served, *engine.transient()]),
         ]
     if config.memory.shared_base:
         served = [*engine.resident(with_base=False), runtime[Side.engine]]
+    sampling = engine.transient()
     waiting_trainer, waiting_engine = trained, served
-    if config.memory.offload is Offload.swap:
-        waiting_trainer = [part for part in trained if not part.name.startswith(BASE)]
-        waiting_engine = [part for part in served if not part.name.startswith((BASE, "KV cache"))]
     if not layout.on_gpu:
         slack, kept = _host_allocator(config, passing)
         passing, waiting_trainer = [*passing, slack], [*trained, kept]
+    elif config.memory.offload is Offload.swap:  # whoever waits keeps nothing on the GPU that it can do without
+        waiting_trainer = [part for part in trained if not part.name.startswith(BASE)]
+        waiting_engine = [part for part in served if not part.name.startswith((BASE, "KV cache"))]
+    else:
+        waiting_trainer = [*trained, _cached(passing, Side.trainer, "training")]
+        waiting_engine = [*served, _cached(sampling, Side.engine, "sampling")]
     return [
-        Phase(name="train", parts=[*trained, *passing, *waiting_engine]),
-        Phase(name="rollout", parts=[*waiting_trainer, *served, *engine.transient()]),
+        Phase(name="train", parts=[*trained, *passing, *waiting_engine], moment=moment),
+        Phase(name="rollout", parts=[*waiting_trainer, *served, *sampling]),
     ]
+
+
+def _cached(passing: list[Part], side: Side, work: str) -> Part:
+    """GPU: torch's allocator keeps what came and went for its own process; the other process cannot have it."""
+    return Part(
+        name=f"{CACHED} after {work}",
+        side=side,
+        nbytes=sum(part.nbytes for part in passing),
+        formula=f"what comes and goes in {work}: its process's allocator does not give it back",
+    )
+
+
+def _workspaces(layout: Layout) -> list[Part]:
+    """What the trainer's matrix products need on a GPU; the engine's is in memory.graphs_gib."""
+    formula = "2 threads x 32 MiB of cuBLAS"
+    part = Part(name="product workspaces", side=Side.trainer, nbytes=WORKSPACES, formula=formula)
+    return [part] if layout.on_gpu else []
 
 
 def _runtime(config: OrbitConfig, layout: Layout) -> dict[Side, Part]:
@@ -140,7 +165,7 @@ def _runtime(config: OrbitConfig, layout: Layout) -> dict[Side, Part]:
     if layout.on_gpu:
         return {
             side: Part(
-                name="CUDA context",
+                name=CONTEXT,
                 side=side,
                 nbytes=round(want.context_gib * GIB),
                 formula=f"memory.context_gib={want.context_gib:g} per process",
@@ -166,7 +191,7 @@ def _host_allocator(config: OrbitConfig, passing: list[Part]) -> tuple[Part, Par
         formula=f"memory.host_slack={share:g} of what comes and goes, measured",
     )
     kept = Part(
-        name="kept by the allocator after training",
+        name=f"{CACHED} after training",
         side=Side.trainer,
         nbytes=round(nbytes * (1 + share)),
         formula=f"what comes and goes in training x (1 + memory.host_slack={share:g})",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.config.schema.base import AdapterKind
 from orbit_cli.config.schema.memory import EngineLayout
 from orbit_cli.engine.arguments import CPU_TOKENS
 from orbit_cli.planner.adapters import served_sites
@@ -19,7 +20,9 @@ from orbit_cli.planner.part import GIB, Part, Side, count, size
 from orbit_cli.planner.shape import Category, ModelShape
 from orbit_cli.planner.training import base_part
 
-PREFILL_TOKENS = 8192  # SGLang's chunked_prefill_size; engine.extra.chunked_prefill_size overrides it
+# SGLang's chunked_prefill_size by the GPU's GiB; engine.extra.chunked_prefill_size overrides it
+PREFILL_TOKENS = ((35, 2048), (60, 4096), (160, 8192))
+LARGEST_PREFILL, CPU_PREFILL = 16384, 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,25 +140,39 @@ class Engine:
 
     def transient(self) -> list[Part]:
         """What exists only while sampling: activations of one prefill chunk, and logits of the running batch."""
-        chunk = min(int(self.config.engine.extra.get("chunked_prefill_size") or PREFILL_TOKENS), self.lengths.in_flight)
-        a, each = self.shape.activations, self.dtype_bytes
-        inner = max((n for kind in (a.dense, a.experts) for _, n, b in kind if not b), default=0)
-        if self.layout.engine is EngineLayout.tensor_parallel:
-            inner //= self.layout.engine_gpus
-        per_token = 6 * a.stream + inner
+        chunk = min(self._chunk(), self.lengths.in_flight)
+        inner, stream, each = self._inner(), self.shape.activations.stream, self.dtype_bytes
         logits = self.lengths.running * self.shape.vocabulary * 4 * 3
         return [
             Part(
                 name="prefill and sampling",
                 side=Side.engine,
-                nbytes=chunk * per_token * each + logits,
-                formula=f"{chunk:,} tokens x (6 x {a.stream:,} + {inner:,}) x {each} B + logits "
+                nbytes=chunk * (6 * stream + inner) * each + logits,
+                formula=f"{chunk:,} tokens x (6 x {stream:,} + {inner:,}) x {each} B + logits "
                 f"{self.lengths.running} x {self.shape.vocabulary:,} x 12 B",
             )
         ]
 
+    def _chunk(self) -> int:
+        """Tokens of one prefill pass; a value of 0 or below lets a whole batch through."""
+        given = self.config.engine.extra.get("chunked_prefill_size")
+        if given is not None:
+            return int(given) if int(given) > 0 else self.lengths.in_flight
+        if not self.layout.on_gpu:
+            return CPU_PREFILL
+        below = [tokens for gib, tokens in PREFILL_TOKENS if self.memory and self.memory < gib * GIB]
+        return below[0] if below else LARGEST_PREFILL
 
-def needed_tokens(engine: Engine) -> int:
-    """Smallest cache, rounded up, in which everything in flight fits at full length: a value for max_total_tokens."""
-    page = 4096
-    return -(-engine.lengths.in_flight // page) * page
+    def _inner(self) -> int:
+        """Numbers of one token inside the widest layer. On a GPU each token is a row of every expert that it visits:
+        tensor parallelism splits an expert's width and not its input, of which rotations make one for gate and up each.
+        """
+        a, k, ranks = self.shape.activations, self.shape.experts_per_token, 1
+        if self.layout.engine is EngineLayout.tensor_parallel:
+            ranks = self.layout.engine_gpus
+        if not (self.layout.on_gpu and a.expert_layers):
+            return self.shape.widest // ranks
+        adapter, width, hidden = self.config.adapter, a.expert_width // ranks, self.shape.hidden
+        apart = adapter.kind is AdapterKind.oft and {"gate_proj", "up_proj"}.intersection(adapter.expert_targets)
+        rows = max((2 if apart else 1) * hidden + 2 * width, hidden + 4 * width)
+        return max(4 * a.dense_width // ranks, k * rows)

@@ -82,19 +82,36 @@ class CacheShape:
     sequence_bytes: int = 0  # state of each running sequence
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationShape:
-    """Numbers that one token leaves for the backward pass in one decoder layer, in three kinds of layer.
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Numbers of one token that a layer keeps for the backward pass.
 
-    Each entry is (what, numbers per token, bytes per number or 0 for the compute dtype).
+    >>> Kept("input of the norm, float32", 7168, 4).bytes(2)
+    28672
     """
 
-    attention: tuple[tuple[str, int, int], ...]
-    dense: tuple[tuple[str, int, int], ...] = ()
-    experts: tuple[tuple[str, int, int], ...] = ()
+    what: str
+    numbers: int
+    width: int = 0  # bytes of a number; 0: those of the compute dtype
+    only_for: tuple[str, ...] = ()  # linears of which one must be adapted for it to be kept; empty: always kept
+
+    def bytes(self, dtype_bytes: int) -> int:
+        return self.numbers * (self.width or dtype_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationShape:
+    """What one token leaves for the backward pass in one decoder layer, in three kinds of layer."""
+
+    attention: tuple[Kept, ...]
+    dense: tuple[Kept, ...] = ()
+    experts: tuple[Kept, ...] = ()  # PyTorch's path: each expert keeps its own rows
+    packed_experts: tuple[Kept, ...] = ()  # the GPU kernels' path (orbit_kernels.expert_layer)
     dense_layers: int = 0
     expert_layers: int = 0
     stream: int = 0  # numbers of the residual stream a token carries from layer to layer
+    dense_width: int = 0  # of a dense MLP
+    expert_width: int = 0  # of one routed expert
     probabilities: int = 0  # attention probabilities kept per pair of tokens and layer where no fused attention fits
     fused_on_gpu: bool = True  # whether a GPU has a fused attention for this model
 
@@ -119,6 +136,12 @@ class ModelShape:
 
     def of(self, category: Category) -> tuple[Weight, ...]:
         return tuple(weight for weight in self.weights if weight.category is category)
+
+    @property
+    def widest(self) -> int:
+        """Numbers of one token in the widest tensors inside a layer, in PyTorch's path."""
+        a, k = self.activations, self.experts_per_token
+        return max(4 * a.dense_width, 4 * k * a.expert_width, k * self.hidden, self.hidden)
 
     @property
     def parameters(self) -> int:

@@ -1,8 +1,9 @@
 """The trainer's share of a plan: base, adapter and its state, activations, logits, decoded weights. No torch.
 
 Counts what orbit_cli.trainer, adapters and models do: master weights, both gradients and Adam's moments in float32; the
-multiplied copy in float32 too; frozen weights in their stored form and decoded one linear (or expert) at a time; logits
-of trainer.logprob_chunk_tokens tokens at a time.
+multiplied copy in float32 too; frozen weights in their stored form; logits of trainer.logprob_chunk_tokens tokens at a
+time. On a CPU what comes and goes is summed, and weights are decoded one linear (or expert) at a time; what a GPU does
+is in gpu_training.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import AdapterKind
 from orbit_cli.config.schema.memory import TrainerLayout
 from orbit_cli.planner.adapters import sites
+from orbit_cli.planner.gpu_training import Moments
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
 from orbit_cli.planner.model import Model
@@ -20,7 +22,7 @@ from orbit_cli.planner.part import BASE, Part, Side, count
 from orbit_cli.planner.shape import Category, ModelShape
 from orbit_cli.planner.storage import Held, largest_unit
 
-SERIES_CHUNK = {True: 1 << 24, False: 1 << 18}  # numbers of rotations built at a time: adapters/parts.py, GPU and CPU
+SERIES_CHUNK = 1 << 18  # numbers of rotations built at a time on a CPU: adapters/parts.py
 LOGIT_COPIES = 3  # log-probs, their exponential and the product of both exist together
 
 
@@ -68,17 +70,25 @@ class Trainer:
         ]
         return [Part(name=n, side=Side.trainer, nbytes=b, formula=f, certain=True) for n, b, f in rows if b]
 
-    def transient(self) -> list[Part]:
-        """What exists only while training, at its largest."""
-        parts = [self.activations(), self.backward(), self.attention(), self.logits(), self.decoded(), self.series()]
-        parts += [self.gathered(), self.replay()]
-        return [part for part in parts if part.nbytes]
+    def transient(self) -> tuple[str, list[Part]]:
+        """What exists only while training, at its largest; and on a GPU when that is."""
+        when, parts = "", [self.activations(), self.backward(), self.attention(), self.logits(), self.decoded()]
+        parts.append(self.series())
+        if self.layout.on_gpu:
+            when, parts = Moments(
+                config=self.config,
+                model=self.model,
+                layout=self.layout,
+                lengths=self.lengths,
+                dtype_bytes=self.dtype_bytes,
+            ).largest()
+        return when, [part for part in (*parts, self.gathered(), self.replay()) if part.nbytes]
 
     def activations(self) -> Part:
         """What the forward pass keeps for the backward pass."""
         a, size, tokens = self.shape.activations, self.dtype_bytes, self.lengths.micro_tokens
         dense, sparse = (
-            sum(n * (b or size) for _, n, b in (*a.attention, *kind)) if layers else 0
+            sum(kept.bytes(size) for kept in (*a.attention, *kind)) if layers else 0
             for kind, layers in ((a.dense, a.dense_layers), (a.experts, a.expert_layers))
         )
         if self.config.trainer.activation_checkpointing:
@@ -96,8 +106,7 @@ class Trainer:
 
     def backward(self) -> Part:
         """Gradients of activations: the widest layer's inner tensors and its input."""
-        a, tokens, size = self.shape.activations, self.lengths.micro_tokens, self.dtype_bytes
-        widest = max((n for kind in (a.dense, a.experts) for _, n, b in kind if not b), default=0)
+        a, tokens, size, widest = self.shape.activations, self.lengths.micro_tokens, self.dtype_bytes, self.shape.widest
         return Part(
             name="backward working set",
             side=Side.trainer,
@@ -111,7 +120,7 @@ class Trainer:
         layers = 1 if self.config.trainer.activation_checkpointing else self.shape.layers
         shared = self.lengths.micro_samples > 1 and self.config.rollout.group_size > 1
         mask = 1 + layers * self.dtype_bytes if shared else 0
-        plain = 0 if self.layout.on_gpu and a.fused_on_gpu else layers * a.probabilities * 4
+        plain = layers * a.probabilities * 4
         return Part(
             name="attention mask and pairs",
             side=Side.trainer,
@@ -123,7 +132,7 @@ class Trainer:
     def logits(self) -> Part:
         """Chunked log-probs: logits of one chunk, and the hidden states with their slopes."""
         chunk = min(self.config.trainer.logprob_chunk_tokens, self.lengths.scored)
-        each = 4 * LOGIT_COPIES + (2 if self.dtype_bytes == 2 else 0)
+        each = 4 * LOGIT_COPIES + (2 if self.dtype_bytes == 2 else 0)  # and the rounded probabilities
         rows = 3 * self.lengths.scored * self.shape.hidden * self.dtype_bytes
         return Part(
             name="logits of one chunk",
@@ -150,7 +159,7 @@ class Trainer:
         if adapter.kind is not AdapterKind.oft:
             return Part(name="rotation series", side=Side.trainer, nbytes=0, formula="")
         total = sum(site.multiplied(adapter) for site in sites(self.shape, adapter))
-        chunk, copies = min(SERIES_CHUNK[self.layout.on_gpu], total), adapter.neumann_terms + 4
+        chunk, copies = min(SERIES_CHUNK, total), adapter.neumann_terms + 4
         return Part(
             name="rotation series",
             side=Side.trainer,
