@@ -1,4 +1,4 @@
-"""What a layer costs: every layer and its experts are seen, the bytes are those that autograd holds, nothing is moved."""
+"""What a layer costs: all layers and their experts are seen, bytes are those autograd holds, nothing is moved."""
 
 from dataclasses import replace
 
@@ -78,7 +78,7 @@ def test_a_step_without_gradient_is_not_measured(moe_base):
 
 
 def test_bytes_kept_are_those_of_the_saved_tensors(moe_base):
-    """Against a count of its own: distinct storages that autograd saved in the whole decoder, but for base and adapter."""
+    """Against another count: distinct storages that autograd saves in the whole decoder, but for base and adapter."""
     model = moe_model(moe_base)
     held = {tensor.untyped_storage().data_ptr() for tensor in model.held()}
     saved = {}
