@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from orbit_cli.adapters.bundle import checksum, load_version, make_version, save_version
+from orbit_cli.adapters.bundle import checksum, host_bytes, load_version, make_version, raw_bytes, save_version
 from orbit_cli.errors import CheckpointError
 from orbit_cli.types import AdapterSpec
 
@@ -74,3 +74,11 @@ def test_damage_is_named(tmp_path):
     (folder / "tensors.safetensors").write_bytes(data[:-40])
     with pytest.raises(CheckpointError, match="no adapter version"):
         load_version(folder)
+
+
+def test_bytes_come_in_order_whatever_is_joined():
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 5), (), (0, 4), (7,))]
+    tensors += [tensors[0].to(torch.bfloat16).T, torch.arange(9).to(torch.uint8), tensors[3].to(torch.float8_e4m3fn)]
+    for join in (1, 40, 1 << 20):
+        assert [bytes(data) for data in host_bytes(tensors, join)] == [bytes(raw_bytes(t)) for t in tensors]

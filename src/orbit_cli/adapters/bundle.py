@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,23 +26,52 @@ from orbit_cli.types import AdapterSpec, AdapterVersion
 
 TENSORS_FILE = "tensors.safetensors"
 VERSION_FILE = "version.json"
+JOINED_BYTES = 1 << 26
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The tensor's elements in row-major order, as they lie in memory (little endian); copies only off-CPU tensors."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(_as_bytes(tensor).cpu().numpy())
 
 
 def checksum(tensors: dict[str, Tensor]) -> str:
     """sha256 (hex) over names, dtypes, shapes and bytes, in sorted name order. Device and strides do not matter."""
     digest = hashlib.sha256()
-    for name in sorted(tensors):
+    names = sorted(tensors)
+    for name, data in zip(names, host_bytes([tensors[name] for name in names]), strict=True):
         tensor = tensors[name]
         dtype = str(tensor.dtype).removeprefix("torch.")
         digest.update(f"{name}|{dtype}|{','.join(map(str, tensor.shape))}|".encode())
-        digest.update(raw_bytes(tensor))
+        digest.update(data)
     return digest.hexdigest()
+
+
+def host_bytes(tensors: list[Tensor], join: int = JOINED_BYTES) -> Iterator[memoryview]:
+    """`raw_bytes` of each. What lies on a GPU is joined there up to `join` bytes: an adapter is thousands of tensors,
+    and each copy waits for the device."""
+    waiting: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        piece = _as_bytes(tensor)
+        if waiting and (piece.device != waiting[0].device or size + piece.numel() > join):
+            yield from _joined(waiting)
+            waiting, size = [], 0
+        waiting.append(piece)
+        size += piece.numel()
+    yield from _joined(waiting)
+
+
+def _joined(pieces: list[Tensor]) -> Iterator[memoryview]:
+    """Bytes of each of the flat uint8 pieces; off the CPU by one copy of all."""
+    if len(pieces) < 2 or pieces[0].device.type == "cpu":
+        yield from (memoryview(piece.cpu().numpy()) for piece in pieces)
+    else:
+        whole = torch.cat(pieces).cpu().split([piece.numel() for piece in pieces])
+        yield from (memoryview(piece.numpy()) for piece in whole)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def make_version(number: int, spec: AdapterSpec, tensors: dict[str, Tensor]) -> AdapterVersion:

@@ -10,7 +10,6 @@ Left out: the multiplications (linear.py, experts.py, latent.py) and the answer 
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 
 import torch
@@ -154,8 +153,12 @@ class AdapterManager:
             )
         if any(version.name == name for version in self.held.values()):
             raise ValueError(f"{name} is already held; publish under a new version number")
-        kind, tensors = about["kind"], unpack(pushed[BUCKET], about["index"])
+        flat = pushed[BUCKET].to(self.device)  # one copy for all
+        kind, tensors = about["kind"], unpack(flat, about["index"])
         self._check_tensors(name, kind, tensors)
+        if not torch.isfinite(flat).all():
+            wrong = next(key for key, tensor in tensors.items() if not torch.isfinite(tensor).all())
+            raise ValueError(f"{name}: {wrong} has NaN or infinite values")
         if not self.free:
             raise ValueError(
                 f"all {self.room.versions} slots hold live versions; retire one or raise engine.live_versions"
@@ -191,8 +194,6 @@ class AdapterManager:
                 raise ValueError(f"{name}: {key} has shape {list(tensor.shape)}, expected {list(expected[key])}")
             if tensor.dtype is not torch.bfloat16:
                 raise ValueError(f"{name}: {key} is {tensor.dtype}, expected bfloat16")
-            if not math.isfinite(float(tensor.float().sum())):
-                raise ValueError(f"{name}: {key} has NaN or infinite values")
         for key in tensors:
             twin = key.replace("lora_A", "lora_B") if key.endswith("lora_A") else key.replace("lora_B", "lora_A")
             if kind == "lora" and twin not in tensors:
