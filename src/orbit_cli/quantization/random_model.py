@@ -6,7 +6,10 @@ others. Written as engines read it: one tensor per expert, and for MLA models th
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +35,13 @@ def write_random_checkpoint(model: ModelConfig, folder: Path) -> None:
     config = _build_config(model)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
-    tensors: dict[str, torch.Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, empty in network.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        for part, shape in _file_tensors(name, tuple(empty.shape)):
-            tensors[part] = _initial(part, shape, model.init_seed, model.init_scale)
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            shapes |= _file_tensors(name, tuple(empty.shape))
+    initial = functools.partial(_initial, seed=model.init_seed, scale=model.init_scale)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # one tensor's numbers come from one thread
+        tensors = dict(zip(shapes, pool.map(initial, shapes, shapes.values()), strict=True))
     save_tensors(tensors, folder / "model.safetensors")
     _write_tokenizer(model, folder, config.vocab_size)
     write_json(folder / "config.json", _config_json(config, type(network).__name__))
