@@ -42,9 +42,22 @@ class Tiles:
     size: int
 
 
+RANKS = 32
+"""Rows or bounds of experts of a program that ranks."""
+RANKED_ROWS = 4096
+"""Up to so many rows every row is compared with every other in one launch; sorting is about ten."""
+
+
 def route(expert_ids: torch.Tensor, experts: int) -> Routing:
     """The routing of expert_ids [T, k], integers in [0, experts)."""
     flat = expert_ids.reshape(-1)
+    rows = flat.numel()
+    if 0 < rows <= RANKED_ROWS:
+        order, position = (torch.empty(rows, dtype=torch.int32, device=flat.device) for _ in range(2))
+        offsets = torch.empty(experts + 1, dtype=torch.int32, device=flat.device)
+        grid = (triton.cdiv(rows, RANKS) + triton.cdiv(experts + 1, RANKS),)
+        _rank[grid](flat, order, position, offsets, rows, experts, RANKS=RANKS, STEP=128)
+        return Routing(order=order, position=position.view(expert_ids.shape), offsets=offsets)
     by_expert, order = torch.sort(flat.to(torch.int32), stable=True)  # [R]
     position = torch.empty_like(by_expert).scatter_(
         0, order, torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
@@ -86,3 +99,24 @@ def _list_tiles(offsets, expert, start, count, E: tl.constexpr, WIDTH: tl.conste
         tl.store(start + before + tile, begin + tile * SIZE)
     if own == E - 1:
         tl.store(count, tl.sum(tiles, 0))
+
+
+@triton.jit
+def _rank(ids, order, position, offsets, rows, experts, RANKS: tl.constexpr, STEP: tl.constexpr):
+    """A row's position is the number of rows before it; the first programs find those, the last the experts' bounds."""
+    row_programs = tl.cdiv(rows, RANKS)
+    ranks_rows = tl.program_id(0) < row_programs
+    own = tl.program_id(0) * RANKS + tl.arange(0, RANKS)
+    bound = own - row_programs * RANKS
+    expert = tl.load(ids + own, mask=ranks_rows & (own < rows), other=0).to(tl.int32)
+    expert = tl.where(ranks_rows, expert, bound)
+    place = tl.where(ranks_rows, own, 0)  # no row comes before row 0 of an expert but those of lower experts
+    before = tl.zeros((RANKS,), tl.int32)
+    for start in range(0, rows, STEP):
+        other = start + tl.arange(0, STEP)
+        theirs = tl.load(ids + other, mask=other < rows, other=2147483647).to(tl.int32)[None, :]
+        earlier = (theirs < expert[:, None]) | ((theirs == expert[:, None]) & (other[None, :] < place[:, None]))
+        before += tl.sum(earlier.to(tl.int32), 1)
+    tl.store(position + own, before, mask=ranks_rows & (own < rows))
+    tl.store(order + before, own, mask=ranks_rows & (own < rows))
+    tl.store(offsets + bound, before, mask=(tl.program_id(0) >= row_programs) & (bound <= experts))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from kernel_device import DEVICE
 
-from orbit_kernels.routing import route, row_tiles, row_tiles_reference
+from orbit_kernels.routing import RANKED_ROWS, route, row_tiles, row_tiles_reference
 
 
-@pytest.mark.parametrize("tokens, slots, experts", [(37, 2, 5), (1, 8, 64), (64, 1, 3)])
+@pytest.mark.parametrize("tokens, slots, experts", [(37, 2, 5), (1, 8, 64), (64, 1, 3), (RANKED_ROWS // 2 + 1, 2, 7)])
 def test_rows_are_sorted_by_expert_and_keep_token_order(tokens, slots, experts):
     ids = torch.randint(0, experts - 1, (tokens, slots)).to(DEVICE)  # the last expert stays empty
     routing = route(ids, experts)
@@ -17,6 +17,16 @@ def test_rows_are_sorted_by_expert_and_keep_token_order(tokens, slots, experts):
     assert routing.position.flatten()[routing.order.long()].tolist() == list(range(len(flat)))
     assert routing.offsets.diff().tolist() == [flat.count(expert) for expert in range(experts)]
     assert (routing.rows, routing.experts) == (tokens * slots, experts)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [5, RANKED_ROWS])
+def test_padding_comes_before_the_first_expert(tokens, dtype):
+    ids = torch.randint(-1, 4, (tokens, 2), dtype=dtype).to(DEVICE)
+    routing = route(ids, 4)
+    flat = ids.flatten().tolist()
+    assert routing.order.tolist() == sorted(range(len(flat)), key=lambda slot: (flat[slot], slot))
+    assert routing.offsets.tolist() == [sum(own < expert for own in flat) for expert in range(5)]
 
 
 @pytest.mark.parametrize("counts", [[0, 1, 31, 32, 33, 0], [100], [0, 0, 0], [1] * 40])
