@@ -103,6 +103,11 @@ def _decoding(rows: Rows) -> str:
             if any(found):
                 cells = [f"{row['ms'] * 1e3:,.0f}" if row else "" for row in found]
                 lines.append([_label(shape, fmt), what, *cells])
+        for name, path in (("Marlin", "sglang marlin"), ("Triton", "sglang triton")):
+            pairs = [[rows.get((shape, fmt, t, own, "mlp", True)) for own in ("kernels", path)] for t in sizes]
+            if any(all(pair) for pair in pairs):
+                cells = [f"{pair[0]['ms'] / pair[1]['ms']:.2f}" if all(pair) else "" for pair in pairs]
+                lines.append([_label(shape, fmt), f"MLP: ours / {name}", *cells])
     return _table("shape, format | microseconds | " + " | ".join(f"{t:,}" for t in sizes), lines)
 
 

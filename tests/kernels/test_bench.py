@@ -52,7 +52,11 @@ def test_decoding_and_prefill_tables_do_not_mix():
     ]})  # fmt: skip
     prefill, decoding = found.split("\n\n")
     assert prefill.splitlines()[2] == "| V4-Flash, INT4 | 4,096 | 8.00 | 16.0 | 20.0 | 0.50 |"
-    assert decoding.splitlines()[2:] == ["| V4-Flash, INT4 | MLP: ours | 500 |", "| | MLP: Marlin | 250 |"]
+    assert decoding.splitlines()[2:] == [
+        "| V4-Flash, INT4 | MLP: ours | 500 |",
+        "| | MLP: Marlin | 250 |",
+        "| | MLP: ours / Marlin | 2.00 |",
+    ]
 
 
 def test_layer_table_names_both_ratios():
