@@ -19,19 +19,22 @@ def orbit(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return ended.value.code or 0
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert orbit(monkeypatch, "plan", *arguments) == 0
+def shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, fits: bool = True
+) -> str:
+    assert orbit(monkeypatch, "plan", *arguments) == (0 if fits else 1)
     return capsys.readouterr().out
 
 
 def test_the_table_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(monkeypatch, capsys, "model=deepseek_v4_pro", "hardware=b200x8")
+    text = shown(monkeypatch, capsys, "model=deepseek_v4_pro", "hardware=b200x8", fits=False)
     assert max(len(line) for line in text.splitlines()) <= 100
     for words in ("864.7 GB of files", "8 GPUs of 192.3 GB", "base: routed experts", "KV cache", "usable"):
         assert words in text
     assert "fits       NO" in text
     assert "two copies of the base alone take 237.8 GB" in text.replace("\n           ", " ")
-    assert "nearest    memory.offload=swap" in text
+    assert "nearest    set memory.offload=swap" in text
+    assert "Orbit cannot run that yet, it needs: a trainer for deepseek_v4" in text
     bars = [line for line in text.splitlines() if "BBBB" in line]
     assert len(bars) == 2 and all("|" in bar and "%" in bar for bar in bars)
 
@@ -49,7 +52,7 @@ def test_explain_gives_every_formula(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_json_for_scripts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(shown(monkeypatch, capsys, "model=kimi_k26", "hardware=h200x8", "--json"))
+    found = json.loads(shown(monkeypatch, capsys, "model=kimi_k26", "hardware=h200x8", "--json", fits=False))
     assert found["checkpoint_bytes"] == 595_148_192_736
     assert found["fits"] is False and "two copies" in found["limit"]
     assert found["nearest"] == ["memory.shared_base=true"]
@@ -72,8 +75,9 @@ def test_a_machine_of_unknown_memory(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_multirun_over_machines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("-m", "model=kimi_k26", "hardware=h200x8,b200x8", "memory.shared_base=true,false")
-    lines = [line.split() for line in shown(monkeypatch, capsys, *arguments).splitlines()[2:]]
-    answers = {tuple(line[:2]): ("paper" if "paper" in line else "no") for line in lines}
+    *rows, legend = shown(monkeypatch, capsys, *arguments, fits=False).splitlines()[2:]
+    assert legend.startswith("paper: it fits, and Orbit cannot run it yet")
+    answers = {tuple(line.split()[:2]): ("paper" if "paper" in line else "no") for line in rows}
     assert answers == {
         ("hardware=h200x8", "memory.shared_base=true"): "paper",
         ("hardware=h200x8", "memory.shared_base=false"): "no",
@@ -99,6 +103,11 @@ def test_the_study_with_its_plot(
     ("arguments", "words"),
     [
         (("--plot", "x.svg"), "--compare"),
+        (("--compare", "--plot", "x.png"), "only SVG is drawn"),
+        (("--compare", "--plot", "no/such/folder/x.svg"), "cannot be written (No such file or directory)"),
+        (("model=kimi_k26", "hardware=h200x8", "hardware.gpus=-3"), "hardware.gpus=-3 must be at least 1"),
+        (("hardware.gpus=-3",), "hardware.gpus=-3 must be at least 0"),
+        (("model=deepseek_v4_flash", "quantization=int4"), "set quantization=mxfp4"),
         (("--compare", "model=kimi_k26"), "leave the overrides out"),
         (("model=kimi_k62",), "did you mean kimi_k26"),
         (("-m", "hardware=h200x8,b300"), "b300"),
@@ -109,7 +118,30 @@ def test_mistakes(
     arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert orbit(monkeypatch, "plan", *arguments) == 2
-    assert words in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert words in told.err and told.err.count("\n") == 1 and told.out == ""
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "study.svg").mkdir()
+    assert orbit(monkeypatch, "plan", "--compare", "--plot", str(tmp_path / "study.svg")) == 2
+    assert "cannot be written (Is a directory)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["study.svg"]
+
+
+def test_the_exit_code_says_whether_it_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that `orbit plan ... && orbit train ...` starts only what fits."""
+    assert orbit(monkeypatch, "plan", "model=qwen3_4b", "hardware=h200x1") == 0
+    assert orbit(monkeypatch, "plan", "model=kimi_k26", "hardware=h200x8") == 1
+    assert orbit(monkeypatch, "plan", "-m", "model=qwen3_4b", "hardware=h200x1,h200x8") == 0
+    assert orbit(monkeypatch, "plan", "-m", "model=kimi_k26", "hardware=h200x8,b200x8") == 1
+    assert orbit(monkeypatch, "plan", "-m", "model=qwen3_4b", "hardware=h200x1,h200x8", "engine.tensor_parallel=8") == 1
+    assert orbit(monkeypatch, "plan", "--help") == 0
+    assert "Exit code: 0 if it fits, 1 if not, 2 for bad input" in capsys.readouterr().out
 
 
 def test_train_refuses_before_it_loads_anything(

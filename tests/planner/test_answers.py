@@ -36,7 +36,7 @@ def test_kimi_on_eight_h200_fits_with_one_copy_only() -> None:
 def test_v4_pro_on_eight_b200_two_copies_cannot_be_together() -> None:
     plan = planned("model=deepseek_v4_pro", "hardware=b200x8")
     assert not plan.fits
-    assert "its two copies of the base alone take 237.8 GB" in plan.limits[0]
+    assert "the two copies of the base alone take 237.8 GB" in plan.limits[0]
     both = bases(plan.phases[0], Side.trainer) + bases(plan.phases[0], Side.engine)
     assert both * 1e9 > plan.memory
     assert nearest_fit(plan).overrides == ["memory.offload=swap"]

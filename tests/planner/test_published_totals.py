@@ -6,11 +6,18 @@ headers of the published files.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from planning import FRONTIER, composed, model_of
 
+from orbit_cli.config.compose import compose
+from orbit_cli.config.locate import group_options
+from orbit_cli.errors import ConfigError
 from orbit_cli.planner.checkpoint import facts_of
 from orbit_cli.planner.families import published_rules, shape_of
+from orbit_cli.planner.model import read_model
 from orbit_cli.planner.shape import Category
 from orbit_cli.planner.storage import stored, total
 
@@ -72,6 +79,38 @@ def test_files_to_the_last_digit(name: str) -> None:
     assert f"{found.nbytes / 1e9:.2f}" == gb
     assert f"{sum(w.parameters for w in shape.weights if w.plain != 'i64') / 1e9:.2f}" == parameters
     assert model_of(name).checkpoint_bytes == model_of(name).base_bytes == found.nbytes
+
+
+@pytest.mark.parametrize("option", group_options("quantization"))
+@pytest.mark.parametrize("name", FRONTIER)
+def test_files_of_mixed_formats_are_used_as_they_are_or_refused(name: str, option: str) -> None:
+    """DeepSeek V4 is FP4 experts beside FP8: mxfp4 names it, bf16 asks for no format, the rest are other models."""
+    overrides = (f"model={name}", f"quantization={option}")
+    if name != "kimi_k26" and option not in ("mxfp4", "bf16"):
+        with pytest.raises(
+            ConfigError, match="MXFP4 experts beside FP8, which Orbit uses as .* set quantization=mxfp4"
+        ):
+            read_model(composed(*overrides))
+        return
+    model = read_model(composed(*overrides))
+    as_published = option in ("bf16", "mxfp4" if name != "kimi_k26" else "int4", "int4_experts")
+    assert (model.base_bytes == model.checkpoint_bytes) is as_published
+    assert f"{model.checkpoint_bytes / 1e9:.2f}" == FILES[name][3]
+
+
+def test_experts_that_were_converted_are_another_model(tmp_path: Path) -> None:
+    config = composed("model=deepseek_v4_flash").model.architecture | {"expert_dtype": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = ["model=deepseek_v4_flash", f"model.path={tmp_path}"]
+    with pytest.raises(ConfigError, match="hold FP8 experts, which Orbit uses as they are; set quantization=fp8"):
+        read_model(compose(folder))
+    model = read_model(compose([*folder, "quantization=fp8"]))
+    assert model.base_bytes == model.checkpoint_bytes > 280e9
+
+
+def test_a_format_that_no_linear_takes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="matches no linear of qwen3_4b that int4 can store"):
+        read_model(composed("model=qwen3_4b", "quantization=int4_experts"))
 
 
 @pytest.mark.parametrize("name", FRONTIER)

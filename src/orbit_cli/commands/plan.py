@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from orbit_cli.commands.options import Cfg, Overrides, load_config
-from orbit_cli.errors import ConfigError
+from orbit_cli.errors import ConfigError, UserError
 
 
 def plan(
@@ -35,18 +35,22 @@ def plan(
     orbit plan model=qwen3_30b_a3b hardware=rtx4090x1 --json
     orbit plan -m model=deepseek_v4_flash,deepseek_v4_pro hardware=h200x8,b200x8
     orbit plan --compare --plot study.svg
+
+    Exit code: 0 if it fits, 1 if not, 2 for bad input; with -m 1 if any of the runs does not fit or cannot be laid out.
+    So `orbit plan ... && orbit train ...` starts only what fits. "Cannot be told" (memory unknown) counts as 0.
     """
     if plot is not None and not compare:
         raise ConfigError(f"--plot {plot} draws the study of --compare; add --compare")
     if compare:
         _compare(overrides or [], plot, as_json)
-    elif multirun:
-        _several(overrides or [], as_json)
-    else:
-        _one(overrides, as_json, explain, cfg)
+        return
+    fits = _several(overrides or [], as_json) if multirun else _one(overrides, as_json, explain, cfg)
+    if not fits:
+        raise typer.Exit(1)
 
 
-def _one(overrides: list[str] | None, as_json: bool, explain: bool, cfg: Cfg) -> None:
+def _one(overrides: list[str] | None, as_json: bool, explain: bool, cfg: Cfg) -> bool:
+    """Print one plan; whether it fits."""
     config = load_config(overrides, cfg)
     from orbit_cli.commands.plan_text import plan_text
     from orbit_cli.planner.plan import make_plan
@@ -58,9 +62,11 @@ def _one(overrides: list[str] | None, as_json: bool, explain: bool, cfg: Cfg) ->
         print(json.dumps(to_json(made), indent=2, allow_nan=False))
     else:
         print(plan_text(made, explain=explain))
+    return made.fits
 
 
-def _several(overrides: list[str], as_json: bool) -> None:
+def _several(overrides: list[str], as_json: bool) -> bool:
+    """Print a line for each combination; whether all fit."""
     from orbit_cli.commands.plan_text import plans_text
     from orbit_cli.config.compose import compose
     from orbit_cli.config.overrides import combinations
@@ -80,6 +86,7 @@ def _several(overrides: list[str], as_json: bool) -> None:
         print(json.dumps(rows, indent=2, allow_nan=False))
     else:
         print(plans_text(made, refused))
+    return not refused and all(plan.fits for plan in made.values())
 
 
 def _compare(overrides: list[str], plot: Path | None, as_json: bool) -> None:
@@ -91,14 +98,24 @@ def _compare(overrides: list[str], plot: Path | None, as_json: bool) -> None:
     from orbit_cli.planner.study import study
     from orbit_cli.planner.study_plot import plot as draw
 
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot {plot}: only SVG is drawn; give a name that ends in .svg")
     rows = study()
+    if plot is not None:  # first, so that a path that cannot be written is all that is said
+        _write(plot, draw(rows))
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
-    else:
-        print(study_text(rows))
+        return
+    print(study_text(rows))
     if plot is not None:
-        if plot.suffix != ".svg":
-            raise ConfigError(f"--plot {plot}: only SVG is drawn; give a name that ends in .svg")
-        plot.write_text(draw(rows), encoding="utf-8")
-        if not as_json:
-            print(f"drawn into {plot}")
+        print(f"drawn into {plot}")
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or none. Raises UserError for a path that cannot be written."""
+    from orbit_cli.telemetry.files import write_atomic
+
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise UserError(f"--plot {path} cannot be written ({error.strerror}); give another path") from error

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 
+from orbit_cli.config.schema.memory import Offload
 from orbit_cli.planner.advice import Nearest, largest_micro_batch, longest_response, nearest_fit, sequences_at_once
 from orbit_cli.planner.built import not_built
 from orbit_cli.planner.notes import notes
 from orbit_cli.planner.part import BASE, Part, Side, count, size
-from orbit_cli.planner.plan import Phase, Plan
+from orbit_cli.planner.plan import WORK, Phase, Plan
 from orbit_cli.planner.shape import Category
 from orbit_cli.planner.study import FROZEN, RECIPES, Row
 
@@ -45,10 +47,12 @@ def plans_text(made: dict[str, Plan], refused: dict[str, str]) -> str:
         by_name = {phase.name: size(phase.nbytes) for phase in plan.phases}
         usable = "?" if plan.budget is None else size(plan.budget)
         nearest = None if plan.fits else nearest_fit(plan)
-        then = " ".join(nearest.overrides) if nearest else "" if plan.fits else "none"
+        then = " ".join(shlex.quote(text) for text in nearest.overrides) if nearest else "" if plan.fits else "none"
         start = f"{own:<{width}}  {by_name['train']:>9} {by_name['rollout']:>9} {usable:>9}  {_verdict(plan):<5} "
         lines += textwrap.wrap(start + then, 120, subsequent_indent=" " * len(start), drop_whitespace=False)
     lines += [f"{own:<{width}}  {why}" for own, why in refused.items()]
+    if any(_verdict(plan) == "paper" for plan in made.values()):
+        lines.append("paper: it fits, and Orbit cannot run it yet; each plan says what is missing")
     return "\n".join(["bytes on each GPU (on a CPU: of the machine)", *(line.rstrip() for line in lines)])
 
 
@@ -99,13 +103,7 @@ def _heading(plan: Plan) -> list[str]:
     if layout.on_gpu:
         gpus = max(config.hardware.gpus, 1)
         lines.append(f"hardware   {config.hardware.name}: {gpus} GPU{'s' * (gpus > 1)} of {memory}")
-        where = "on the same GPUs" if layout.colocated else "on GPUs of their own"
-        copies = "one base for both" if config.memory.shared_base else "a base each"
-        swap = ", swapped with host memory" if config.memory.offload == "swap" else ""
-        lines.append(
-            f"layout     trainer {layout.trainer} x {layout.trainer_gpus}, engine {layout.engine} x "
-            f"{layout.engine_gpus}, {where}, {copies}{swap}"
-        )
+        lines += _layout(plan)
     else:
         lines.append(f"hardware   {config.hardware.name}: this machine's memory, {memory}")
     adapter = config.adapter
@@ -115,12 +113,38 @@ def _heading(plan: Plan) -> list[str]:
         f"adapter    {adapter.kind} {measure}, {count(plan.adapter_parameters)} parameters on "
         f"{len(adapter.targets)} kinds of linears{experts}"
     )
-    n = plan.lengths
+    n, prompt = plan.lengths, config.rollout.max_prompt_tokens
     lines.append(
-        f"lengths    {n.longest:,} tokens a sequence, {n.micro_tokens:,} computed at once in training, "
-        f"{n.running} sequences sampled at once"
+        f"lengths    {n.longest:,} tokens a sequence ({prompt:,} prompt + {n.longest - prompt:,} response), "
+        f"{n.micro_tokens:,} at once in training,\n           {n.running} sequences at once in sampling"
     )
     return lines
+
+
+def _layout(plan: Plan) -> list[str]:
+    layout, memory = plan.layout, plan.config.memory
+    copies = "one copy of the base for both" if memory.shared_base else "two copies of the base"
+    if memory.offload is Offload.swap:
+        copies += ", of which the one that is not at work waits in host memory"
+    where = "on the same GPUs" if layout.colocated else "on GPUs of their own"
+    return [
+        f"layout     trainer: {_spread(layout.trainer.value, layout.trainer_gpus)}",
+        f"           engine:  {_spread(layout.engine.value, layout.engine_gpus)}",
+        f"           {where}, {copies}",
+    ]
+
+
+def _spread(layout: str, gpus: int) -> str:
+    """Where a base lies, in words, with the config's name for it."""
+    if gpus == 1:
+        return "whole on one GPU"
+    words = {
+        "replicated": f"whole on each of {gpus} GPUs",
+        "expert_parallel": f"routed experts split over {gpus} GPUs, the rest whole on each",
+        "sharded": f"every weight split over {gpus} GPUs, gathered when needed",
+        "tensor_parallel": f"every matrix split over {gpus} GPUs",
+    }
+    return f"{words[layout]} ({layout})"
 
 
 def _table(plan: Plan) -> list[str]:
@@ -189,42 +213,52 @@ def _kind(part: Part) -> str:
 
 
 def _answer(plan: Plan) -> list[str]:
-    rows: list[tuple[str, str]] = []
     if plan.fits and plan.budget is None:
-        unknown = "cannot be told: hardware.memory_mib is not set; set it to what nvidia-smi shows, in MiB"
-        return [*_wrapped("fits", unknown), *(line for text in notes(plan) for line in _wrapped("note", text))]
-    if plan.fits:
-        left = "" if plan.budget is None else f", {size(plan.budget - plan.peak.nbytes)} left in {plan.peak.name}"
-        rows.append(("fits", f"{'on paper only, see the notes' if _verdict(plan) == 'paper' else 'yes'}{left}"))
+        rows = [("fits", "cannot be told: hardware.memory_mib is not set; set it to what nvidia-smi shows, in MiB")]
+    elif plan.fits:
+        rows = _fitting(plan)
     else:
-        rows.append(("fits", "NO"))
-        rows += [("limit", reason) for reason in plan.limits]
-        nearest, today = nearest_fit(plan), nearest_fit(plan, runnable=True)
-        rows.append(("nearest", _advice(nearest) if nearest else "nothing in reach makes it fit"))
-        if nearest and not_built(nearest.plan):
-            rows.append(("", f"not built yet: {'; '.join(not_built(nearest.plan))}"))
-            rows.append(("today", _advice(today) if today else "nothing that can be run yet fits"))
-    if plan.fits:
-        rows.append(("longest", f"responses of {longest_response(plan):,} tokens (rollout.max_new_tokens) fit"))
-        rows.append(
-            (
-                "largest",
-                f"micro-batches of {largest_micro_batch(plan):,} tokens (trainer.micro_batch_tokens) fit; the memory "
-                f"left would hold {sequences_at_once(plan):,} sequences of full length at once in the cache",
-            )
-        )
-    if plan.model.shape.experts and not plan.config.adapter.expert_targets:
-        every = "adapter.expert_targets=[gate_proj,up_proj,down_proj]"
-        rows.append(("note", f"routed experts carry no adapter here; {every} would adapt them and need far more"))
+        rows = [("fits", "NO"), *(("limit", reason) for reason in plan.limits), *_remedies(plan)]
     rows += [("note", text) for text in notes(plan)]
-    lines = []
-    for label, text in rows:
-        lines += _wrapped(label, text)
-    return lines
+    return [line for label, text in rows for line in _wrapped(label, text)]
 
 
-def _advice(nearest: Nearest) -> str:
-    return ", ".join(f"{' '.join(change.overrides)} ({change.why})" for change in nearest.changes)
+def _fitting(plan: Plan) -> list[tuple[str, str]]:
+    left = size((plan.budget or 0) - plan.peak.nbytes)
+    where = "on each GPU" if plan.layout.on_gpu else "of this machine"
+    rows = [("fits", f"yes, with {left} {where} left in {WORK[plan.peak.name]}")]
+    if _verdict(plan) == "paper":
+        rows.append(("but", f"Orbit cannot run it yet, it needs: {'; '.join(not_built(plan))}"))
+    return [
+        *rows,
+        ("longest", f"responses of {longest_response(plan):,} tokens (rollout.max_new_tokens) fit, all else equal"),
+        (
+            "largest",
+            f"micro-batches of {largest_micro_batch(plan):,} tokens (trainer.micro_batch_tokens) fit, all else equal",
+        ),
+        ("cache", f"the memory left would hold {sequences_at_once(plan):,} sequences of full length at once"),
+    ]
+
+
+def _remedies(plan: Plan) -> list[tuple[str, str]]:
+    """What to set: the nearest config that fits, and where Orbit cannot run that yet, the nearest that it can."""
+    nearest = nearest_fit(plan)
+    if nearest is None:
+        return [("nearest", "nothing in reach makes it fit: choose a smaller model")]
+    rows = _advice("nearest", nearest)
+    if not_built(nearest.plan):
+        rows.append(("", f"Orbit cannot run that yet, it needs: {'; '.join(not_built(nearest.plan))}"))
+        today = nearest_fit(plan, runnable=True)
+        rows += _advice("today", today) if today else [("today", "nothing that Orbit can run yet makes it fit")]
+    return rows
+
+
+def _advice(label: str, nearest: Nearest) -> list[tuple[str, str]]:
+    """The overrides to paste, and why each."""
+    return [
+        (label, f"set {' '.join(shlex.quote(text) for text in nearest.overrides)}"),
+        ("", "; ".join(change.why for change in nearest.changes)),
+    ]
 
 
 def _wrapped(label: str, text: str) -> list[str]:

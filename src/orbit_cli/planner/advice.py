@@ -18,9 +18,11 @@ from orbit_cli.errors import ConfigError
 from orbit_cli.planner.built import not_built
 from orbit_cli.planner.machine import gpu_machines, whole_memory
 from orbit_cli.planner.model import read_model
+from orbit_cli.planner.part import size
 from orbit_cli.planner.plan import Plan, make_plan
 
 PAGE = 4096  # caches are suggested in multiples of this many tokens
+SHORTER = (4096, 1024)  # tokens of a response
 SMALL_BLOCK, SMALL_RANK, SHORT_CHUNK, FEW_RUNNING = 16, 8, 128, 16
 
 
@@ -66,7 +68,8 @@ def nearest_fit(plan: Plan, *, trains: bool = True, runnable: bool = False) -> N
         values: dict[str, Any] = {"hardware": name}
         if plan.config.hardware.gpus == 1 < hardware.gpus:
             values["engine.tensor_parallel"] = hardware.gpus
-        moved = Change(values=values, why=f"{hardware.gpus} x {hardware.memory_mib:,} MiB")
+        memory = whole_memory(hardware) / hardware.gpus
+        moved = Change(values=values, why=f"{hardware.gpus} GPU{'s' * (hardware.gpus > 1)} of {size(memory)}")
         there = _tried(plan, [moved], trains)
         if there is None:
             continue
@@ -84,6 +87,8 @@ def changes(plan: Plan) -> Iterator[Change]:
     on_gpu, gpus = config.hardware.device is Device.cuda, max(config.hardware.gpus, 1)
     needed = _pages(counted.in_flight)
     pool = config.engine.max_total_tokens
+    if plan.model.shape.longest and counted.longest > plan.model.shape.longest:
+        yield _within(plan.model.shape.longest, config)
     if pool is not None and pool < counted.longest:
         yield Change(values={"engine.max_total_tokens": needed}, why="a cache that holds a whole sequence")
     elif (on_gpu and pool is None) or (pool or 0) > needed:
@@ -105,9 +110,13 @@ def changes(plan: Plan) -> Iterator[Change]:
         yield Change(values={"engine.tensor_parallel": gpus}, why="the engine on all GPUs")
     yield from _smaller_base(plan)
     yield from _layouts(plan, gpus)
-    turns = config.environment.max_turns
-    if config.rollout.max_new_tokens > 1024 * turns:
-        yield Change(values={"rollout.max_new_tokens": 1024}, why="shorter responses")
+    for tokens in SHORTER:
+        if config.rollout.max_new_tokens > tokens:
+            longest = config.rollout.max_prompt_tokens + tokens * config.environment.max_turns
+            values: dict[str, Any] = {"rollout.max_new_tokens": tokens}
+            if config.trainer.micro_batch_tokens > longest:
+                values["trainer.micro_batch_tokens"] = longest
+            yield Change(values=values, why="shorter responses")
 
 
 def longest_response(plan: Plan, *, trains: bool = True) -> int:
@@ -136,6 +145,16 @@ def larger_hardware(plan: Plan) -> list[tuple[str, HardwareConfig]]:
     return [(name, hw) for name, hw in gpu_machines() if whole_memory(hw) > have]
 
 
+def _within(positions: int, config: OrbitConfig) -> Change:
+    """Lengths that the model has positions for; prompts are shortened only where they alone are too long."""
+    prompt, turns = config.rollout.max_prompt_tokens, config.environment.max_turns
+    values: dict[str, Any] = {}
+    if prompt + turns > positions:
+        values["rollout.max_prompt_tokens"] = prompt = positions // 2
+    values["rollout.max_new_tokens"] = max((positions - prompt) // turns, 1)
+    return Change(values=values, why="lengths that the model has positions for")
+
+
 def _smaller_adapters(plan: Plan) -> Iterator[Change]:
     adapter = plan.config.adapter
     if plan.config.engine.live_versions > 2:
@@ -149,8 +168,7 @@ def _smaller_adapters(plan: Plan) -> Iterator[Change]:
 
 
 def _smaller_base(plan: Plan) -> Iterator[Change]:
-    stored = plan.model.rules.formats
-    if plan.config.quantization.format in (NumberFormat.bf16, NumberFormat.fp8) and not stored.get("experts"):
+    if set(plan.model.rules.formats.values()) <= {"", "fp8"}:
         yield Change(values={"quantization": "int4"}, why="a 4-bit base")
 
 

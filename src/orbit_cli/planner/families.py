@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orbit_cli.config.schema.base import ModelSource, QuantizationConfig
+from orbit_cli.config.schema.base import ModelConfig, ModelSource, QuantizationConfig
 from orbit_cli.errors import ConfigError
 from orbit_cli.planner.deepseek_v4 import deepseek_v4
 from orbit_cli.planner.dense import grouped_query
@@ -55,12 +55,20 @@ def published_rules(facts: Facts) -> Rules:
     )
 
 
-def base_rules(source: ModelSource, quantization: QuantizationConfig, published: Rules) -> Rules:
-    """How the base that trainer and engine use is stored: as published where it is in the wanted format already."""
-    wanted = str(quantization.format)
-    stored = {name for name in published.formats.values() if name}
-    if source is ModelSource.checkpoint and (wanted in stored or wanted == "bf16"):
+def base_rules(model: ModelConfig, quantization: QuantizationConfig, published: Rules) -> Rules:
+    """How the base that trainer and engine use is stored: as published where it is in the wanted format already, and as
+    `orbit quantize` would store it otherwise. Raises ConfigError for files that can only be used as they are."""
+    wanted, checkpoint = str(quantization.format), model.source is ModelSource.checkpoint
+    experts = published.formats.get("experts")
+    if checkpoint and (wanted == "bf16" or wanted in (experts, published.formats.get("*"))):
         return published
+    if checkpoint and experts:
+        others = {name for kind, name in published.formats.items() if kind != "experts"} - {experts}
+        beside = f" beside {' and '.join(sorted(others)).upper()}" if others else ""
+        raise ConfigError(
+            f"quantization.format={wanted}: the files of {model.name} hold {experts.upper()} experts{beside}, which "
+            f"Orbit uses as they are; set quantization={experts}"
+        )
     if wanted == "bf16":
         return Rules(formats={})
     return Rules(

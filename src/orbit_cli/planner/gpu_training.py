@@ -27,8 +27,8 @@ from orbit_cli.planner.model import Model
 from orbit_cli.planner.part import Part, Side, count
 from orbit_cli.planner.shape import Category, Kept, ModelShape, Weight
 
-FORWARD, BACKWARD = "at the end of a forward pass", "in the backward pass of one layer"
-UPDATE, ROTATIONS = "in the optimizer's update", "while gradients go back through the rotations"
+FORWARD, BACKWARD = "the end of a forward pass", "the backward pass of one layer"
+UPDATE, ROTATIONS = "the optimizer's update", "the gradients' way back through the rotations"
 SERIES_CHUNK = 1 << 24  # numbers of rotations built at a time: adapters/parts.py
 TRIAL_BYTES = 1 << 30  # expert_path=fastest tries chunked.py's own budget once
 LOGIT_BYTES = 12  # of a logit: log-prob, its exponential and the product of both, float32
@@ -47,7 +47,7 @@ class Moments:
     dtype_bytes: int
 
     def largest(self) -> tuple[str, list[Part]]:
-        """When most is held, as a phrase, and what."""
+        """The name of the moment that holds most, and its parts."""
         return max(self.all().items(), key=lambda moment: sum(part.nbytes for part in moment[1]))
 
     def all(self) -> dict[str, list[Part]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.errors import ConfigError
 from orbit_cli.planner.checkpoint import facts_of
 from orbit_cli.planner.families import base_rules, published_rules, shape_of
 from orbit_cli.planner.shape import ModelShape
@@ -27,7 +28,14 @@ def read_model(config: OrbitConfig) -> Model:
     """The config's model. Raises ConfigError or CheckpointError for one that cannot be sized or is another."""
     facts = facts_of(config.model)
     shape, published = shape_of(facts), published_rules(facts)
-    rules = base_rules(config.model.source, config.quantization, published)
+    rules = base_rules(config.model, config.quantization, published)
+    if rules.targets and not any(rules.format_of(weight) for weight in shape.weights):
+        wanted = config.quantization
+        raise ConfigError(
+            f"quantization.targets={list(wanted.targets)} with quantization.ignore={list(wanted.ignore)} matches no "
+            f"linear of {config.model.name} that {wanted.format} can store; set quantization.targets=[self_attn,mlp] "
+            "or quantization=bf16"
+        )
     return Model(
         shape=shape,
         rules=rules,

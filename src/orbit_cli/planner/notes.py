@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from orbit_cli.config.schema.memory import Offload, TrainerLayout
-from orbit_cli.planner.built import not_built
 from orbit_cli.planner.part import BASE, Side, size
 from orbit_cli.planner.plan import Phase, Plan
 from orbit_cli.planner.shape import Category
 
+SHORT = 128  # tokens of a response
+
 
 def notes(plan: Plan, *, trains: bool = True) -> list[str]:
     """Sentences for the person who reads the plan, the most important first."""
-    missing = not_built(plan, trains=trains)
-    found = [f"a plan only, these are not built yet: {'; '.join(missing)}"] if missing else []
+    found = [*_base_notes(plan), *_config_notes(plan, trains)]
     hardware, rollout = plan.config.hardware, plan.phases[-1]
     read = _base(rollout, Side.engine) or _base(rollout, Side.trainer)
     if hardware.bandwidth_gb_s and read:
@@ -21,7 +21,7 @@ def notes(plan: Plan, *, trains: bool = True) -> list[str]:
             f"a decoding step that touches every weight reads {size(read)} and takes at least {1e3 * seconds:.1f} ms"
         )
     if plan.phases[0].moment:
-        found.append(f"training holds most {plan.phases[0].moment}; what its other moments hold is not beside that")
+        found.append(f"of training the largest moment is counted, {plan.phases[0].moment}; the others need less")
     if plan.config.memory.offload is Offload.swap and hardware.host_gb_s:
         train = plan.phases[0]
         moved = _base(train, Side.trainer) + _base(rollout, Side.engine)
@@ -38,6 +38,30 @@ def notes(plan: Plan, *, trains: bool = True) -> list[str]:
         )
     if plan.model.shape.of(Category.vision):
         found.append("the vision tower is counted on both sides, although a text policy needs none of it")
+    return found
+
+
+def _base_notes(plan: Plan) -> list[str]:
+    """Where the wanted number format is not what the files hold."""
+    stored = sorted({name for name in plan.model.rules.formats.values() if name})
+    wanted, files, base = plan.config.quantization.format, plan.model.checkpoint_bytes, plan.model.base_bytes
+    if wanted == "bf16" and stored:
+        return [f"quantization=bf16 takes the files as they are, and these hold {' and '.join(stored)}"]
+    if base > files:
+        return [f"a base in {wanted} is larger than the {size(files)} of files, which hold fewer bits"]
+    return []
+
+
+def _config_notes(plan: Plan, trains: bool) -> list[str]:
+    found, rollout = [], plan.config.rollout
+    if trains and plan.model.shape.experts and not plan.config.adapter.expert_targets:
+        every = "adapter.expert_targets=[gate_proj,up_proj,down_proj]"
+        found.append(f"routed experts carry no adapter here; '{every}' would adapt them and need far more")
+    if plan.layout.on_gpu and rollout.max_new_tokens <= SHORT:
+        found.append(
+            f"responses are short here (rollout.max_new_tokens={rollout.max_new_tokens}); experiment=long_answers has "
+            "the lengths of reasoning"
+        )
     return found
 
 

@@ -22,6 +22,7 @@ from orbit_cli.planner.serving import Engine
 from orbit_cli.planner.training import Trainer
 
 MIB = 1 << 20
+WORK = {"train": "training", "rollout": "sampling"}  # what a phase is called in sentences
 CONTEXT = "CUDA context"
 CACHED = "kept by the allocator"  # begins the names of what a process holds and does not use
 WORKSPACES = 2 * 32 * MIB  # cuBLAS's on Hopper and Blackwell, of the threads that run forward and backward passes
@@ -33,7 +34,7 @@ class Phase:
 
     name: str  # "train" or "rollout"
     parts: list[Part]
-    moment: str = ""  # GPU, training: when in the phase most is held
+    moment: str = ""  # GPU, training: which moment of the phase is counted, the largest
 
     @property
     def nbytes(self) -> int:
@@ -205,7 +206,7 @@ def _culprit(phase: Phase) -> str:
     if all(bases.values()) and sum(bases.values()) > phase.nbytes / 2:
         both = size(sum(bases.values()))
         return (
-            f"its two copies of the base alone take {both}: {size(bases[Side.trainer])} for the trainer, "
+            f"the two copies of the base alone take {both}: {size(bases[Side.trainer])} for the trainer, "
             f"{size(bases[Side.engine])} for the engine"
         )
     largest = max(phase.parts, key=lambda part: part.nbytes)
@@ -214,14 +215,17 @@ def _culprit(phase: Phase) -> str:
 
 def _limits(plan: Plan, engine: Engine) -> list[str]:
     """Everything that stands in the way, one sentence each, the first the most important."""
-    found = []
-    where = "each GPU" if plan.layout.on_gpu else "this machine"
-    for phase in sorted(plan.phases, key=lambda phase: -phase.nbytes):
-        if plan.budget is not None and phase.nbytes > plan.budget:
+    found: list[str] = []
+    where, said = "each GPU" if plan.layout.on_gpu else "this machine", ""
+    for nbytes in sorted({phase.nbytes for phase in plan.phases}, reverse=True):
+        if plan.budget is not None and nbytes > plan.budget:
+            phases = [phase for phase in plan.phases if phase.nbytes == nbytes]
+            who, why = " and ".join(WORK[phase.name] for phase in phases), _culprit(phases[0])
             found.append(
-                f"{phase.name} needs {size(phase.nbytes)} on {where}, which has {size(plan.budget)} to use "
-                f"({size(phase.nbytes - plan.budget)} too little); {_culprit(phase)}"
+                f"{who} need{'s' * (len(phases) == 1)} {size(nbytes)} on {where}, which has {size(plan.budget)} to use "
+                f"({size(nbytes - plan.budget)} too little)" + (f"; {why}" if why != said else "")
             )
+            said = why
     config, counted = plan.config, plan.lengths
     pool = config.engine.max_total_tokens
     if pool is not None and pool < counted.longest:

@@ -39,7 +39,7 @@ def preflight(config: OrbitConfig, *, trains: bool) -> Plan | None:
     if missing:
         raise ConfigError(
             f"{config.model.name} on hardware={config.hardware.name} needs {missing[0]}, which is not built yet; set a "
-            "model, hardware or layout with which `orbit plan` shows no such note"
+            "model, hardware or layout that `orbit plan` says can be run"
         )
     return plan
 

@@ -71,7 +71,7 @@ class Trainer:
         return [Part(name=n, side=Side.trainer, nbytes=b, formula=f, certain=True) for n, b, f in rows if b]
 
     def transient(self) -> tuple[str, list[Part]]:
-        """What exists only while training, at its largest; and on a GPU when that is."""
+        """On a GPU the name of the largest moment of training; and what exists only while training, at its largest."""
         when, parts = "", [self.activations(), self.backward(), self.attention(), self.logits(), self.decoded()]
         parts.append(self.series())
         if self.layout.on_gpu:

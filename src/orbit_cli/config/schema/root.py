@@ -59,6 +59,9 @@ class OrbitConfig:
             raise ConfigError(
                 f"seed={self.seed} is outside what the random generators take; set it from 0 to 2**32 - 1"
             )
+        # Here, after hardware: models of many GPUs have ${hardware.gpus} for it, and a plan of them on a CPU has 0.
+        if self.engine.tensor_parallel < 0:
+            raise ConfigError(f"engine.tensor_parallel={self.engine.tensor_parallel} must be at least 0")
         needs_group = self.algorithm.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
         if needs_group and self.rollout.group_size < 2:
             raise ConfigError(

@@ -54,8 +54,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "engine", 1, "max_total_tokens", "max_running_requests")
-        # 0 ranks: a model of many GPUs asks for one each, and a plan of it on a CPU has none
-        _at_least(self, "engine", 0, "tensor_parallel", "cuda_graph_max_bs")
+        _at_least(self, "engine", 0, "cuda_graph_max_bs")
         if self.start_timeout_s <= 0:
             raise ConfigError(f"engine.start_timeout_s={self.start_timeout_s} must be positive, for example 600")
         if not 0 < self.mem_fraction_static < 1:
@@ -134,7 +133,8 @@ class HardwareConfig:
     """CPU threads of trainer and engine each (they take turns); null: all cores."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "hardware", 1, "memory_mib", "threads", *(("gpus",) if self.device is Device.cuda else ()))
+        _at_least(self, "hardware", 1, "memory_mib", "threads")
+        _at_least(self, "hardware", 1 if self.device is Device.cuda else 0, "gpus")
         for name in ("bandwidth_gb_s", "link_gb_s", "host_gb_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
