@@ -12,6 +12,7 @@ from orbit_cli.config.compose import compose
 from orbit_cli.config.locate import recipe_names
 from orbit_cli.errors import CheckpointError, ConfigError
 from orbit_cli.planner import preflight as room
+from orbit_cli.planner.gpus import Gpu
 from orbit_cli.planner.measured import planned_peaks
 from orbit_cli.planner.preflight import preflight
 
@@ -22,7 +23,7 @@ EIGHT = 8
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch):
     def show(count: int | None) -> None:
-        monkeypatch.setattr(room, "visible_gpus", lambda: count)
+        monkeypatch.setattr(room, "usable_gpus", lambda: None if count is None else [Gpu()] * count)
 
     return show
 
@@ -90,6 +91,28 @@ def test_sampling_needs_less_than_training(gpus) -> None:
     assert preflight(config, trains=False) is not None
     with pytest.raises(ConfigError, match="does not fit"):
         preflight(config, trains=True)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        (Gpu(total_mib=143_771, used_mib=4), None),
+        (Gpu(total_mib=143_771), None),
+        (Gpu(split=True), None),
+        (Gpu(total_mib=24_564, used_mib=0), "GPU 0 here has 25.8 GB and .* hardware.memory_mib=24564"),
+        (Gpu(total_mib=143_771, used_mib=140_000), "GPU 0 has 4.0 GB free, other processes hold 146.8 GB of it, and"),
+    ],
+)
+def test_smaller_and_fuller_gpus_are_refused(gpu: Gpu, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "usable_gpus", lambda: [gpu])
+    config = compose(["model=qwen3_4b", "hardware=h200x1", "engine.max_total_tokens=65536"])
+    config.model.source = composed("model=tiny_moe").model.source
+    if words is None:
+        assert preflight(config, trains=True) is not None
+        return
+    with pytest.raises(ConfigError, match=words) as caught:
+        preflight(config, trains=True)
+    assert "\n" not in str(caught.value)
 
 
 def test_what_is_not_built_yet_is_refused_by_a_run(gpus) -> None:

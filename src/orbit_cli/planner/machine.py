@@ -1,8 +1,7 @@
-"""What this machine has, asked without loading anything, and what machines conf/hardware knows."""
+"""How much memory this machine has, and what machines conf/hardware knows."""
 
 from __future__ import annotations
 
-import os
 import re
 from functools import cache
 from pathlib import Path
@@ -29,17 +28,6 @@ def host_memory() -> int | None:
         if limit.isdigit():
             total = min(total, int(limit))
     return total
-
-
-def visible_gpus() -> int | None:
-    """NVIDIA GPUs that a process here may use; None where that cannot be told without the driver."""
-    if Path("/dev/dxg").exists():  # Windows' subsystem for Linux has other device files
-        return None
-    found = len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is None:
-        return found
-    return min(found, len([word for word in allowed.split(",") if word.strip() not in ("", "-1")]))
 
 
 @cache

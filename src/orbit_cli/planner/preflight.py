@@ -14,9 +14,9 @@ from orbit_cli.planner.advice import nearest_fit
 from orbit_cli.planner.built import not_built
 from orbit_cli.planner.checkpoint import facts_of
 from orbit_cli.planner.families import FAMILIES
-from orbit_cli.planner.machine import visible_gpus
+from orbit_cli.planner.gpus import Gpu, usable_gpus
 from orbit_cli.planner.part import size
-from orbit_cli.planner.plan import Plan, make_plan
+from orbit_cli.planner.plan import MIB, WORK, Plan, make_plan
 
 
 def preflight(config: OrbitConfig, *, trains: bool) -> Plan | None:
@@ -28,13 +28,15 @@ def preflight(config: OrbitConfig, *, trains: bool) -> Plan | None:
     if not config.memory.preflight:
         return None
     plan = _plan(config, trains)
+    found = usable_gpus() if config.hardware.device is Device.cuda else None
     if plan is None:
-        check_gpus(config)
+        require_gpus(config, _count(found))
         return None
     problem = too_large(plan, trains=trains)
     if problem:
         raise ConfigError(problem)
-    check_gpus(config)
+    require_gpus(config, _count(found))
+    _require_memory(plan, found or [])
     missing = not_built(plan, trains=trains) if plan.layout.on_gpu else []
     if missing:
         raise ConfigError(
@@ -72,11 +74,6 @@ def remedy(plan: Plan, trains: bool = True) -> str:
     return f"nearest that fits: {' '.join(nearest.overrides)}{but} (`orbit plan` shows every part)"
 
 
-def check_gpus(config: OrbitConfig) -> None:
-    """Refuse GPUs that are not here, without loading a driver library. Raises ConfigError."""
-    require_gpus(config, visible_gpus())
-
-
 def require_gpus(config: OrbitConfig, found: int | None) -> None:
     """Refuse hardware with more GPUs than were `found` (None: that cannot be told). Raises ConfigError."""
     needed = max(1, config.hardware.gpus)
@@ -85,6 +82,29 @@ def require_gpus(config: OrbitConfig, found: int | None) -> None:
             f"hardware={config.hardware.name} needs {needed} GPU(s), this machine shows {found}; "
             "set hardware=cpu or run where the GPUs are"
         )
+
+
+def _require_memory(plan: Plan, found: list[Gpu]) -> None:
+    """Refuse GPUs that are smaller than the plan's, or fuller than it can bear. Raises ConfigError."""
+    hardware, need = plan.config.hardware, plan.peak.nbytes
+    what = f"{WORK[plan.peak.name]} needs {size(need)}"
+    for number, gpu in enumerate(found[: max(1, hardware.gpus)]):
+        if gpu.total_mib is not None and gpu.total_mib * MIB * (1 - plan.config.memory.headroom) < need:
+            raise ConfigError(
+                f"hardware={hardware.name} counts on GPUs of {size(plan.memory or need)}, but GPU {number} here has "
+                f"{size(gpu.total_mib * MIB)} and {what}; see what fits with `orbit plan` and "
+                f"hardware.memory_mib={gpu.total_mib}"
+            )
+        if gpu.free_mib is not None and gpu.free_mib * MIB < need:
+            raise ConfigError(
+                f"GPU {number} has {size(gpu.free_mib * MIB)} free, other processes hold {size(gpu.used_mib * MIB)} of "
+                f"it, and {what}; free it, choose another with CUDA_VISIBLE_DEVICES, or set memory.preflight=false to "
+                "try all the same"
+            )
+
+
+def _count(found: list[Gpu] | None) -> int | None:
+    return None if found is None else len(found)
 
 
 def _need_checkpoint(config: OrbitConfig, trains: bool) -> None:
@@ -103,10 +123,10 @@ def _need_checkpoint(config: OrbitConfig, trains: bool) -> None:
         f"download {model.repository} and set model.path=FOLDER"
     )
     also = too_large(plan, trains=trains)
-    found, needed = visible_gpus(), max(1, config.hardware.gpus)
     if also:
         raise ConfigError(f"{problem}; moreover {also}")
-    if plan.layout.on_gpu and found is not None and found < needed:
+    found, needed = _count(usable_gpus()) if plan.layout.on_gpu else None, max(1, config.hardware.gpus)
+    if found is not None and found < needed:
         name = config.hardware.name
         raise ConfigError(
             f"{problem}; moreover hardware={name} needs {needed} GPU(s) and this machine shows {found}: run it where "
