@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from enum import StrEnum
 
 import pytest
+import yaml
 from planning import bases, composed, planned
 
+from orbit_cli.config.locate import group_options
+from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.config.schema.memory import TrainerLayout
 from orbit_cli.errors import ConfigError
 from orbit_cli.planner.advice import largest_micro_batch, longest_response, nearest_fit, sequences_at_once
 from orbit_cli.planner.built import not_built
+from orbit_cli.planner.machine import gpu_machines
 from orbit_cli.planner.model import read_model
 from orbit_cli.planner.part import Side
 from orbit_cli.planner.plan import make_plan
@@ -86,6 +93,52 @@ def test_what_is_advised_fits_and_nothing_of_it_is_idle(overrides: tuple[str, ..
             assert not planned(*(kept if idle not in groups else overrides), *rest).fits, idle
         except ConfigError:
             continue  # the rest alone is refused
+
+
+MODELS = [name for name in group_options("model") if name != "checkpoint"]
+MACHINES = {name: hardware for name, hardware in gpu_machines()}
+VARIANTS = [
+    {},
+    {"adapter.expert_targets": ["gate_proj", "up_proj", "down_proj"]},
+    {"rollout.max_new_tokens": 20_480, "rollout.max_prompt_tokens": 2048, "trainer.micro_batch_tokens": 32_768},
+    {"memory.trainer_layout": TrainerLayout.sharded, "engine.tensor_parallel": 1},
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_suggestion_fits_when_it_is_set(name: str) -> None:
+    """All models on all machines: what is advised fits, and what is advised for today can be run today."""
+    for machine, hardware in MACHINES.items():
+        for variant in VARIANTS:
+            ranks = hardware.gpus if composed(f"model={name}", "hardware=h200x8").engine.tensor_parallel == 8 else 1
+            asked = {"hardware": machine, "engine.tensor_parallel": ranks, **variant}
+            plan = make_plan(changed(composed(f"model={name}"), asked))
+            for runnable in (False, True):
+                nearest = nearest_fit(plan, runnable=runnable)
+                if nearest is None:
+                    continue
+                pasted = dict(text.split("=", 1) for text in nearest.overrides)
+                then = make_plan(changed(plan.config, {key: yaml.safe_load(text) for key, text in pasted.items()}))
+                assert then.fits, (machine, variant, nearest.overrides, then.limits)
+                assert not (runnable and not_built(then)), (machine, variant, nearest.overrides)
+            assert plan.fits or nearest_fit(plan) is not None, (machine, variant, plan.limits)
+
+
+def changed(config: OrbitConfig, values: dict[str, object]) -> OrbitConfig:
+    """The config with overrides set, without Hydra; a model made for a whole machine goes along with it."""
+    for key, value in values.items():
+        if key == "hardware":
+            whole = config.engine.tensor_parallel == config.hardware.gpus > 1
+            config = replace(config, hardware=MACHINES[value])
+            if whole:
+                config = changed(config, {"engine.tensor_parallel": config.hardware.gpus})
+            continue
+        section, field = key.split(".") if "." in key else (key, "format")
+        part = getattr(config, section)
+        kind = type(getattr(part, field))
+        value = kind(value) if issubclass(kind, StrEnum) else value
+        config = replace(config, **{section: replace(part, **{field: value})})
+    return config
 
 
 def test_the_longest_response_is_the_longest() -> None:
