@@ -191,7 +191,13 @@ def test_a_layout_that_cannot_be_is_one_sentence(overrides: tuple[str, ...], wor
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("model=kimi_k26", "hardware=h200x8"), ("model=deepseek_v4_pro", "hardware=b200x8")]
+    "overrides",
+    [
+        (),
+        ("model=kimi_k26", "hardware=h200x8"),
+        ("model=deepseek_v4_pro", "hardware=b200x8"),
+        ("model=deepseek_v4_pro", "hardware=rtx4090x1", "adapter.expert_targets=[gate_proj,up_proj,down_proj]"),
+    ],
 )
 def test_any_plan_takes_less_than_three_tenths_of_a_second(overrides: tuple[str, ...]) -> None:
     """Processor time of everything after composing: facts, plan, advice, longest and largest."""

@@ -9,6 +9,7 @@ from imagined_gpu import step
 
 from orbit_cli.config.compose import compose
 from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.planner.adapters import sites
 from orbit_cli.planner.gpu_training import BACKWARD, FORWARD, ROTATIONS, UPDATE, Moments
 from orbit_cli.planner.plan import dtype_bytes, make_plan
 
@@ -53,7 +54,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moments(config: OrbitConfig) -> Moments:
     plan = make_plan(config)
     return Moments(
-        config=config, model=plan.model, layout=plan.layout, lengths=plan.lengths, dtype_bytes=dtype_bytes(config)
+        config=config,
+        model=plan.model,
+        layout=plan.layout,
+        lengths=plan.lengths,
+        sites=sites(plan.model.shape, config.adapter),
+        dtype_bytes=dtype_bytes(config),
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import AdapterKind
 from orbit_cli.config.schema.learning import ExpertPath
-from orbit_cli.planner.adapters import ROLES, sites
+from orbit_cli.planner.adapters import ROLES, Site
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
 from orbit_cli.planner.model import Model
@@ -44,6 +44,7 @@ class Moments:
     model: Model
     layout: Layout
     lengths: Lengths
+    sites: list[Site]  # what the adapter sits on
     dtype_bytes: int
 
     def largest(self) -> tuple[str, list[Part]]:
@@ -108,7 +109,7 @@ class Moments:
         adapter = self.config.adapter
         if adapter.kind is not AdapterKind.lora:
             return 0
-        linears = sum(site.linears for site in sites(self.shape, adapter) if not site.experts)
+        linears = sum(site.linears for site in self.sites if not site.experts)
         return -(-linears // self.shape.layers) * adapter.rank * self.dtype_bytes
 
     def _expert_low_ranks(self) -> int:
@@ -136,7 +137,7 @@ class Moments:
     def _copies(self, in_layer: bool) -> Part:
         """Adapters of dense linears in the compute dtype, kept for the backward pass of each layer that is at work."""
         shared = self.layout.trainer_share(Category.attention)
-        found = [site for site in sites(self.shape, self.config.adapter) if not site.experts]
+        found = [site for site in self.sites if not site.experts]
         numbers = round(sum(site.multiplied(self.config.adapter) for site in found) * shared)
         if self.recomputes:
             numbers = -(-numbers // self.shape.layers) if in_layer else 0
@@ -192,7 +193,7 @@ class Moments:
         """Numbers of one layer's expert adapters whose gradients leave the call before they are added up. LoRA's A of
         gate and up are joined for it, and their gradients too."""
         adapter = self.config.adapter
-        found = [site for site in sites(self.shape, adapter) if site.experts]
+        found = [site for site in self.sites if site.experts]
         numbers = sum(site.multiplied(adapter) for site in found)
         if adapter.kind is AdapterKind.lora:
             outer = [site for site in found if ROLES[site.name] != "down_proj"]
@@ -202,10 +203,10 @@ class Moments:
 
     def _decoded(self) -> Part:
         """Decoded weights: none by the kernels; else the largest that is decoded at a time, and chunks of experts."""
-        dense = [w for w in self._quantised() if w.category is not Category.experts and not self._in_kernels(w)]
+        dense = [w for w in self.model.quantised if w.category is not Category.experts and not self._in_kernels(w)]
         widest = max((w.rows * w.columns for w in dense), default=0)
         named = f"{count(widest)} numbers x {DECODING_BYTES} B"
-        experts = [w for w in self._quantised() if w.category is Category.experts]
+        experts = [w for w in self.model.quantised if w.category is Category.experts]
         if self.path is ExpertPath.reference and experts:
             pair = [w.rows * w.columns * (2 if ROLES[w.name] == "gate_proj" else 1) for w in experts]
             widest = max(widest, *pair)
@@ -226,9 +227,6 @@ class Moments:
         pair = [w.parameters * share / layers for w in self.shape.of(Category.experts) if ROLES[w.name] != "down_proj"]
         return min(budget, round(self.dtype_bytes * sum(pair)))
 
-    def _quantised(self) -> list[Weight]:
-        return [w for w in self.shape.weights if w.category is not Category.mtp and self.model.rules.format_of(w)]
-
     def _in_kernels(self, weight: Weight) -> bool:
         """Whether the grouped kernels multiply by this weight (`grouped.unsupported`)."""
         return self.dtype_bytes == 2 and weight.rows % STEP == 0 and weight.columns % STEP == 0
@@ -236,7 +234,7 @@ class Moments:
     def _update(self) -> Part:
         """AdamW over all parameters at a time (torch's foreach form) holds the square roots of the second moments."""
         numbers = 0.0
-        for site in sites(self.shape, self.config.adapter):
+        for site in self.sites:
             share = self.layout.trainer_share(Category.experts if site.experts else Category.attention)
             numbers += site.trained(self.config.adapter) * share
         return _part("optimizer step", 4 * round(numbers), f"4 B x {count(numbers)} roots of the second moments")
@@ -246,7 +244,7 @@ class Moments:
         adapter = self.config.adapter
         if adapter.kind is not AdapterKind.oft:
             return _part("rotation series", 0, "")
-        total = sum(site.multiplied(adapter) for site in sites(self.shape, adapter))
+        total = sum(site.multiplied(adapter) for site in self.sites)
         highest = adapter.neumann_terms - 1 if adapter.neumann_terms <= 2 else max(adapter.neumann_terms - 1, 3)
         chunk, copies = min(SERIES_CHUNK, total), highest + 3
         return _part("rotation series", 4 * chunk * copies, f"{count(chunk)} numbers x {copies} copies x 4 B")

@@ -8,7 +8,7 @@ from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.errors import ConfigError
 from orbit_cli.planner.checkpoint import facts_of
 from orbit_cli.planner.families import base_rules, published_rules, shape_of
-from orbit_cli.planner.shape import ModelShape
+from orbit_cli.planner.shape import Category, ModelShape, Weight
 from orbit_cli.planner.storage import Held, Rules, held_by_category, total, widest_decoded
 
 
@@ -20,6 +20,7 @@ class Model:
     rules: Rules  # of the base that is used
     held: tuple[Held, ...]
     widest: tuple[int, str]  # the largest decoded weight
+    quantised: tuple[Weight, ...]  # those that a number format stores and that are loaded
     checkpoint_bytes: int  # of the published files
     base_bytes: int  # of the base that is used, as files
 
@@ -41,6 +42,7 @@ def read_model(config: OrbitConfig) -> Model:
         rules=rules,
         held=held_by_category(shape, rules),
         widest=widest_decoded(shape, rules),
+        quantised=tuple(w for w in shape.weights if w.category is not Category.mtp and rules.format_of(w)),
         checkpoint_bytes=total(shape, published).nbytes,
         base_bytes=total(shape, rules).nbytes,
     )

@@ -88,7 +88,8 @@ def make_plan(config: OrbitConfig, *, model: Model | None = None, trains: bool =
         "lengths": counted,
         "dtype_bytes": dtype_bytes(config),
     }
-    trainer, engine = Trainer(**shared), Engine(**shared, memory=memory)
+    adapted = sites(model.shape, config.adapter)
+    trainer, engine = Trainer(**shared, sites=adapted), Engine(**shared, memory=memory)
     plan = Plan(
         config=config,
         model=model,
@@ -98,7 +99,7 @@ def make_plan(config: OrbitConfig, *, model: Model | None = None, trains: bool =
         budget=round(memory * (1 - config.memory.headroom)) if memory else None,
         phases=_phases(config, layout, trainer, engine, trains),
         cache_bytes_per_token=engine.token_bytes()[0],
-        adapter_parameters=sum(site.trained(config.adapter) for site in sites(model.shape, config.adapter)),
+        adapter_parameters=sum(site.trained(config.adapter) for site in adapted),
     )
     plan.limits.extend(_limits(plan, engine))
     return plan

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import AdapterKind
 from orbit_cli.config.schema.memory import TrainerLayout
-from orbit_cli.planner.adapters import sites
+from orbit_cli.planner.adapters import Site
 from orbit_cli.planner.gpu_training import Moments
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
@@ -34,6 +34,7 @@ class Trainer:
     model: Model
     layout: Layout
     lengths: Lengths
+    sites: list[Site]  # what the adapter sits on
     dtype_bytes: int  # of activations and of what no number format stores
 
     @property
@@ -55,7 +56,7 @@ class Trainer:
         """Adapter, gradients, master weights and moments on one GPU."""
         adapter = self.config.adapter
         trained = multiplied = 0.0
-        for site in sites(self.shape, adapter):
+        for site in self.sites:
             share = self.layout.trainer_share(Category.experts if site.experts else Category.attention)
             trained += site.trained(adapter) * share
             multiplied += site.multiplied(adapter) * share
@@ -80,6 +81,7 @@ class Trainer:
                 model=self.model,
                 layout=self.layout,
                 lengths=self.lengths,
+                sites=self.sites,
                 dtype_bytes=self.dtype_bytes,
             ).largest()
         return when, [part for part in (*parts, self.gathered(), self.replay()) if part.nbytes]
@@ -158,7 +160,7 @@ class Trainer:
         adapter = self.config.adapter
         if adapter.kind is not AdapterKind.oft:
             return Part(name="rotation series", side=Side.trainer, nbytes=0, formula="")
-        total = sum(site.multiplied(adapter) for site in sites(self.shape, adapter))
+        total = sum(site.multiplied(adapter) for site in self.sites)
         chunk, copies = min(SERIES_CHUNK, total), adapter.neumann_terms + 4
         return Part(
             name="rotation series",
