@@ -51,34 +51,34 @@ BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA B2
 COLD = 16
 """Up to this many tokens decoding touches few enough experts for the cache to hold them; batches are rotated."""
 BATCHES = 8
+LONG = 10.0  # milliseconds; such a call reads more than the cache holds
 WRONG = 0.03
 """Relative difference to the kernels above which another's output is not the same computation in BF16."""
 
 
-def time_ms(calls: list[Callable[[], object]], rounds: int = 2, graph: bool = False) -> list[float]:
+def time_ms(calls: list[Callable[[], object]], rounds: int = 5, graph: bool = False) -> list[float]:
     """Median milliseconds of each call. Taken in turn, so that a GPU that slows down under load slows all of them.
 
-    `graph` times replays of a CUDA graph, for calls that are shorter than their launches.
+    `graph` times replays of a CUDA graph, for calls that are shorter than their launches. Calls of which one is longer
+    than LONG are run `rounds` times each, others by Triton's do_bench, which clears the cache, in two rounds.
     """
     for call in calls:
         call()
-    one = functools.partial(do_bench_cudagraph, rep=20) if graph else functools.partial(do_bench, warmup=5, rep=25)
-    found = [[one(call, return_mode="median") for call in calls] for _ in range(rounds)]
+    if not graph and max(map(_once_ms, calls)) > LONG:
+        found = [[_once_ms(call) for call in calls] for _ in range(rounds)]
+    else:
+        one = functools.partial(do_bench_cudagraph, rep=20) if graph else functools.partial(do_bench, warmup=5, rep=25)
+        found = [[one(call, return_mode="median") for call in calls] for _ in range(2)]
     return [statistics.median(column) for column in zip(*found, strict=True)]
 
 
-def time_slow_ms(call: Callable[[], object], repeats: int = 3) -> float:
-    """Median milliseconds of a call that takes a tenth of a second, where do_bench would run it a dozen times."""
+def _once_ms(call: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
     call()
-    found = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
-    return statistics.median(found)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def transient(call: Callable[[], object], named: int) -> int:
@@ -154,7 +154,7 @@ def measure(run: Run, case: Case, problem: Problem, peers: dict, tokens: int) ->
                 "bitsandbytes-like": paths.like_bitsandbytes,
             }  # fmt: skip
             calls |= {name: lambda own, f=f, pass_=pass_: f(problem, own, pass_) for name, f in slow.items()}
-            times += [time_slow_ms(functools.partial(calls[name], batch)) for name in slow]
+            times += time_ms([functools.partial(calls[name], batch) for name in slow], rounds=3)
         for (name, call), ms in zip(calls.items(), times, strict=True):
             spare = transient(functools.partial(call, batch), batch.result_bytes(pass_))
             run.add(case, problem, batch, name, pass_, ms, resident[pass_], spare)
