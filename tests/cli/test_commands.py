@@ -102,6 +102,14 @@ def test_config_shows_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "command line" in capsys.readouterr().out
     assert orbit(monkeypatch, "config", "explain", "adapter.rank") == 0
     assert "lora: rank r" in capsys.readouterr().out
+    assert orbit(monkeypatch, "config", "explain", "adapter.block_size", "model=tiny_moe", "adapter.block_size=16") == 0
+    assert "now      16, from command line with model=tiny_moe" in capsys.readouterr().out
+    assert orbit(monkeypatch, "config", "explain", "engine.tensor_parallel", "model=kimi_k26", "hardware=b200x8") == 0
+    assert "now      8 (${hardware.gpus}), from conf/model/kimi_k26.yaml" in capsys.readouterr().out
+    assert orbit(monkeypatch, "config", "explain", "model=tiny_moe") == 2
+    assert "needs a key" in capsys.readouterr().err
+    assert orbit(monkeypatch, "config", "explain", "adapter.rank", "adapter.rnk=3") == 2
+    assert "did you mean adapter.rank" in capsys.readouterr().err
     assert orbit(monkeypatch, "config", "explain", "adapter.rnk") == 2
     assert "did you mean adapter.rank" in capsys.readouterr().err
 

@@ -59,6 +59,9 @@ def test_explain_a_section_lists_its_keys_and_options() -> None:
     assert "adapter=NAME with lora, oft" in text
     assert "adapter.neumann_terms" in text
     assert "quick_look" in explain("experiment")
+    lines = explain("algorithm").splitlines()
+    assert any(line.endswith("grpo: added to the group's (unbiased) standard deviation") for line in lines)
+    assert any("grpo (2402.03300), dr_grpo" in line for line in lines)  # a paper's number ends no sentence
 
 
 @pytest.mark.parametrize(

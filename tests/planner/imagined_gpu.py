@@ -12,8 +12,8 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -136,20 +136,20 @@ class _Nothing:
 
 @contextlib.contextmanager
 def _imagined() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch:
         for module in ROOMS:
             for name in [name for name, value in vars(module).items() if isinstance(value, KernelInterface)]:
-                stack.enter_context(mock.patch.object(module, name, _Nothing()))
-        for name, fake in (("grouped_forward", _forward), ("grouped_input_gradient", _gradient)):
-            stack.enter_context(mock.patch.object(grouped, name, fake))
-            stack.enter_context(mock.patch.object(expert_layer, name, fake))
-        stack.enter_context(mock.patch.object(grouped, "unsupported", lambda weight: None))
-        stack.enter_context(mock.patch.object(linear, "_kernels_take", lambda x, *weight: _stacked(*weight)))
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
-        stack.enter_context(mock.patch.object(logprobs, "_log_softmax", _log_softmax))
-        stack.enter_context(mock.patch.dict(parts.CHUNK_ELEMENTS, {"cpu": SERIES_CHUNK}))
+                patch.setattr(module, name, _Nothing())
+        for name, product in (("grouped_forward", _forward), ("grouped_input_gradient", _gradient)):
+            patch.setattr(grouped, name, product)
+            patch.setattr(expert_layer, name, product)
+        patch.setattr(grouped, "unsupported", lambda weight: None)
+        patch.setattr(linear, "_kernels_take", lambda x, *weight: linear._stacked(*weight))
+        patch.setattr(F, "scaled_dot_product_attention", _attention)
+        patch.setattr(logprobs, "_log_softmax", _log_softmax)
+        patch.setitem(parts.CHUNK_ELEMENTS, "cpu", SERIES_CHUNK)
         for name in ("tensor", "linear"):
-            stack.enter_context(mock.patch.object(CheckpointReader, name, _really(getattr(CheckpointReader, name))))
+            patch.setattr(CheckpointReader, name, _really(getattr(CheckpointReader, name)))
         yield
 
 
@@ -161,10 +161,6 @@ def _really(read):
             return read(*args)
 
     return reading
-
-
-def _stacked(packed, scale, fmt, global_scale):
-    return linear._stacked(packed, scale, fmt, global_scale)
 
 
 def _forward(x, weight, offsets, **_):

@@ -75,6 +75,7 @@ def run(tmp_path: Path) -> tuple[RunFolder, list[dict[str, float]]]:
             "swap_bytes": 1e6 + step,
             "swap_milliseconds": random.random(),
             "grading_failures": 1.0,
+            "truncated_share": random.random(),
         }
         for step in range(11)
     ]
@@ -117,6 +118,11 @@ def test_figures_against_the_rows(run: tuple[RunFolder, list[dict[str, float]]])
     assert found["eval_before"]["accuracy"] == 0.25 and found["eval_after"]["accuracy"] == 0.75
     assert found["eval_after"]["low"] == pytest.approx(0.7) and found["eval_after"]["pass@4"] == 0.9
     assert found["grading_failures"] == 11
+    train = [row for row in read_rows(folder.metrics) if row["kind"] == "train"]
+    assert found["phase_seconds"]["sync"] == pytest.approx(fmean(row["sync_seconds"] for row in train))
+    assert sum(found["phase_seconds"].values()) == pytest.approx(found["step_seconds"])
+    assert found["truncated_first_fifth"] == pytest.approx(fmean(row["truncated_share"] for row in rows[:2]))
+    assert found["truncated_last_fifth"] == pytest.approx(fmean(row["truncated_share"] for row in rows[-2:]))
     seconds = [row["rollout_seconds"] for row in read_rows(folder.metrics) if row["kind"] == "train"]
     assert found["tokens_per_second"] == pytest.approx(sum(row["rollout_tokens"] for row in rows) / sum(seconds))
     assert found["adapter"] == str(folder.adapter(11))
@@ -135,6 +141,8 @@ def test_summary_text_says_what_came_out(run: tuple[RunFolder, list[dict[str, fl
     text = summary_text(figures(run[0].path))
     for word in ("0.250 [0.200, 0.300] -> 0.750", "pass@1", "pass@4", "log-prob gap", "MiB in", "tokens/s", "report"):
         assert word in text
+    assert re.search(r"s per step \(rollout [\d.]+, train [\d.]+, sync [\d.]+\)", text)
+    assert re.search(r"truncated +\d+% -> \d+% of the responses ended at rollout.max_new_tokens", text)
     assert f"orbit eval run.adapter={run[0].path}" in text
 
 

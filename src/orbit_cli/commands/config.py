@@ -13,6 +13,7 @@ def config(overrides: Overrides = None, cfg: Cfg = None) -> None:
     orbit config
     orbit config recipe=smoke_moe_lora trainer.steps=5
     orbit config explain adapter.block_size
+    orbit config explain adapter.block_size model=tiny_moe adapter.block_size=16
     orbit config --cfg job > mine.yaml
     """
     words = overrides or []
@@ -23,9 +24,11 @@ def config(overrides: Overrides = None, cfg: Cfg = None) -> None:
     if verb == "explain":
         from orbit_cli.config.explain import explain
 
-        if not words:
+        given = [word for word in words if "=" in word or word.startswith("~")]
+        keys = [word for word in words if word not in given]
+        if not keys:
             raise ConfigError("orbit config explain needs a key, for example orbit config explain adapter.block_size")
-        print("\n\n".join(explain(word) for word in words))
+        print("\n\n".join(explain(key, given) for key in keys))
         return
     load_config(words, cfg)  # what is shown must be valid
     from orbit_cli.config.provenance import provenance_table

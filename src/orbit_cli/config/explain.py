@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
 
 from orbit_cli.config.checks import suggestion
 from orbit_cli.config.compose import compose_layers
@@ -11,9 +15,14 @@ from orbit_cli.config.locate import GROUPS, group_options
 from orbit_cli.config.provenance import provenance
 from orbit_cli.errors import ConfigError
 
+WIDTH = 100
 
-def explain(key: str) -> str:
-    """Text about a key or section, for example explain("adapter.block_size"). Raises ConfigError if there is none."""
+
+def explain(key: str, overrides: Sequence[str] = ()) -> str:
+    """Text about a key or section, for example explain("adapter.block_size"), and its value under `overrides`.
+
+    Raises ConfigError if there is none, or for overrides that cannot be composed.
+    """
     if key in GROUPS and key not in FIELDS:  # experiment sets values of other sections
         return f"{key}: a config group; {key}=NAME with {', '.join(group_options(key))}"
     field = field_at(key)
@@ -21,19 +30,24 @@ def explain(key: str) -> str:
         leaf = [path for path in FIELDS if path.rpartition(".")[2] == key]
         hint = f"; did you mean {leaf[0]}?" if leaf else suggestion(key, FIELDS)
         raise ConfigError(f"there is no key {key}{hint}")
-    return _section(field) if field.is_section else _leaf(field)
+    return _section(field) if field.is_section else _leaf(field, overrides)
 
 
-def _leaf(field: Field) -> str:
-    lines = [field.path, *textwrap.wrap(field.manual, 100, initial_indent="  ", subsequent_indent="  ")]
+def _leaf(field: Field, overrides: Sequence[str]) -> str:
+    lines = [field.path, *textwrap.wrap(field.manual, WIDTH, initial_indent="  ", subsequent_indent="  ")]
     lines.append(f"  type     {field.type_name}")
     if field.default is REQUIRED:
         lines.append("  default  none: a config group or a recipe sets it")
     else:
         lines.append(f"  default  {_shown(field.default)}")
-    value, source = provenance(compose_layers([])).get(field.path, (None, ""))
+    composition = compose_layers(list(overrides))
+    value, source = provenance(composition).get(field.path, (None, ""))
     if source:
-        lines.append(f"  now      {_shown(value)}, from {source} when nothing is overridden")
+        under = f"with {' '.join(overrides)}" if overrides else "when nothing is overridden"
+        shown = _shown(value)
+        if shown.startswith("${"):  # what it stands for, and how it is written
+            shown = f"{_shown(OmegaConf.select(composition.raw, field.path))} ({shown})"
+        lines.append(f"  now      {shown}, from {source} {under}")
     return "\n".join(lines)
 
 
@@ -43,8 +57,14 @@ def _section(field: Field) -> str:
     if field.path in GROUPS:
         lines.append(f"  group    {field.path}=NAME with {', '.join(group_options(field.path))}")
     width = max(len(f.path) for f in inside)
-    lines += [f"  {f.path:<{width}}  {f.manual.partition('.')[0].splitlines()[0]}" for f in inside]
+    lines += [f"  {f.path:<{width}}  {_first_sentence(f.manual)}" for f in inside]
     return "\n".join(lines)
+
+
+def _first_sentence(manual: str) -> str:
+    """On one line; numbers of papers and keys have full stops too."""
+    sentence = re.split(r"\.(?=\s|$)", " ".join(manual.split()))[0]
+    return textwrap.shorten(sentence, WIDTH, placeholder=" ...")
 
 
 def _shown(value: object) -> str:

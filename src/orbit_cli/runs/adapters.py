@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,9 @@ from orbit_cli.adapters.peft_version import load_peft_version
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.engine.protocol import RolloutEngine
 from orbit_cli.errors import CheckpointError, ParityError
+from orbit_cli.planner.facts import Facts
+from orbit_cli.planner.families import FAMILIES, shape_of
+from orbit_cli.planner.shape import Weight
 from orbit_cli.telemetry.run_folder import RunFolder
 from orbit_cli.types import AdapterVersion
 
@@ -19,6 +24,7 @@ class ServedAdapter:
 
     name: str
     version: AdapterVersion
+    trained_on: str = ""  # the model that its folder names
 
     def publish(self, engine: RolloutEngine) -> int:
         """Give it to the engine; returns its version number. Raises ParityError if it arrives altered."""
@@ -26,6 +32,22 @@ class ServedAdapter:
         if receipt.checksum != self.version.checksum:
             raise ParityError(f"the adapter {self.name} arrived altered in the engine: {receipt.checksum[:12]}")
         return self.version.number
+
+    def check(self, base: Path) -> None:
+        """Raise CheckpointError naming the first linear that the model in `base` does not have, or not in this size."""
+        facts = Facts(json.loads((base / "config.json").read_text(encoding="utf-8")), str(base / "config.json"))
+        if facts.model_type not in FAMILIES:
+            return
+        found = {weight.path: weight for weight in shape_of(facts).weights}
+        for name, tensor in self.version.tensors.items():
+            path, _, kind = name.rpartition(".")
+            problem = _difference(path, kind, tuple(tensor.shape), found.get(re.sub(r"\.\d+\.", ".*.", path)))
+            if problem:
+                origin = f" ({self.trained_on})" if self.trained_on else ""
+                raise CheckpointError(
+                    f"run.adapter: {self.name} was trained on another model{origin}: {problem}; set model to that one "
+                    "or run.adapter to another"
+                )
 
 
 def resolve_adapter(config: OrbitConfig) -> ServedAdapter | None:
@@ -39,4 +61,22 @@ def resolve_adapter(config: OrbitConfig) -> ServedAdapter | None:
             f"run.adapter={path} is neither a PEFT folder (no adapter_config.json) nor a run folder with an adapter; "
             "set it to one of these"
         )
-    return ServedAdapter(name=path.name, version=load_peft_version(folder, number=1))
+    version = load_peft_version(folder, number=1)
+    about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return ServedAdapter(
+        name=path.name, version=version, trained_on=Path(about.get("base_model_name_or_path") or "").name
+    )
+
+
+def _difference(path: str, kind: str, shape: tuple[int, ...], weight: Weight | None) -> str | None:
+    """What keeps a tensor of the adapter off the linear at `path`; `weight` stands for all linears named so."""
+    numbers = [int(number) for number in re.findall(r"\.(\d+)\.", path)]  # layer, and expert
+    if weight is None or numbers[0] not in weight.layers or (numbers[1:] and numbers[1] >= weight.per_layer):
+        return f"it has an adapter for {path}, and this model has no such linear"
+    inputs, outputs = weight.columns, weight.rows // weight.groups
+    wanted = outputs if kind == "lora_B" else inputs
+    size = {"oft_R": shape[0] * shape[-1], "lora_A": shape[-1], "lora_B": shape[0]}[kind]
+    if size == wanted:
+        return None
+    side = "outputs" if kind == "lora_B" else "inputs"
+    return f"its adapter for {path} has {size} {side}, and this model's linear has {wanted}"

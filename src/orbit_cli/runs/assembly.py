@@ -80,6 +80,8 @@ def serving(
     set_threads(config)
     environment = build_environment(config.environment, config.seed, config.evaluation.prompts)
     base = prepare_base(config.model, config.quantization, notify)
+    if adapter:
+        adapter.check(base)
     chat = Chat(Path(config.model.tokenizer) if config.model.tokenizer else base, config.model.stop_token_ids)
     spec = adapter.version.spec if adapter else spec_from_config(config.adapter)
     engine = SGLangEngine(

@@ -14,6 +14,8 @@ from orbit_cli.telemetry.files import write_atomic, write_json
 from orbit_cli.telemetry.metrics import read_rows
 from orbit_cli.telemetry.run_folder import RunFolder
 
+PHASES = ("rollout", "train", "sync")  # of a step
+
 
 def figures(run: Path) -> dict[str, Any]:
     """Figures of a run folder; null where a run has not come that far.
@@ -24,7 +26,8 @@ def figures(run: Path) -> dict[str, Any]:
     - logprob_gap_mean: mean over steps of the mean |log-prob gap|; logprob_gap_max_step: the largest step's mean
     - tokens_per_second: sampled tokens per second of rollout, over the run; train_tokens_per_second likewise
     - swap_bytes, swap_milliseconds: median over the steps
-    - step_seconds: mean; seconds: {rollout, train, sync, eval} in total
+    - truncated_first_fifth, truncated_last_fifth: share of responses that ended at max_new_tokens, over these steps
+    - step_seconds: mean; phase_seconds: {rollout, train, sync} of it; seconds: {rollout, train, sync, eval} in total
     - grading_failures: samples left out because their grader failed
     - adapter, report: paths, if they are there
 
@@ -52,8 +55,11 @@ def figures(run: Path) -> dict[str, Any]:
         "train_tokens_per_second": _pace(train, "train_tokens_per_second", "train_seconds"),
         "swap_bytes": _median(values(train, "swap_bytes")),
         "swap_milliseconds": _median(values(train, "swap_milliseconds")),
+        "truncated_first_fifth": _mean(values(train[:fifth], "truncated_share")),
+        "truncated_last_fifth": _mean(values(train[-fifth:], "truncated_share")),
         "step_seconds": _mean(values(train, "step_seconds")),
-        "seconds": {phase: sum(values(rows, f"{phase}_seconds")) for phase in ("rollout", "train", "sync", "eval")},
+        "phase_seconds": {phase: _mean(values(train, f"{phase}_seconds")) for phase in PHASES},
+        "seconds": {phase: sum(values(rows, f"{phase}_seconds")) for phase in (*PHASES, "eval")},
         "grading_failures": int(sum(values(train, "grading_failures"))),
         "adapter": str(adapter) if adapter is not None else None,
         "report": str(folder.report) if folder.report.is_file() else None,
@@ -81,6 +87,7 @@ def summary_text(found: dict[str, Any]) -> str:
         *_passes(found["eval_before"], found["eval_after"]),
         ("log-prob gap", _gap(found)),
         ("swap", _swap(found)),
+        ("truncated", _truncated(found["truncated_first_fifth"], found["truncated_last_fifth"])),
         ("speed", _speed(found)),
         ("run", f"{found['run']}  ({found['status']}, {found['steps']} steps)"),
         ("adapter", found["adapter"]),
@@ -170,4 +177,12 @@ def _swap(found: dict[str, Any]) -> str | None:
 def _speed(found: dict[str, Any]) -> str | None:
     if found["tokens_per_second"] is None or found["step_seconds"] is None:
         return None
-    return f"{found['tokens_per_second']:.0f} tokens/s sampled, {found['step_seconds']:.1f} s per step"
+    parts = [f"{phase} {seconds:.1f}" for phase, seconds in found["phase_seconds"].items() if seconds is not None]
+    pace = f"{found['tokens_per_second']:.0f} tokens/s sampled, {found['step_seconds']:.1f} s per step"
+    return f"{pace} ({', '.join(parts)})"
+
+
+def _truncated(before: float | None, after: float | None) -> str | None:
+    if before is None or after is None:
+        return None
+    return f"{100 * before:.0f}% -> {100 * after:.0f}% of the responses ended at rollout.max_new_tokens"

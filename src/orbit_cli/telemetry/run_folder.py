@@ -29,6 +29,7 @@ from orbit_cli.errors import ConfigError, UserError
 from orbit_cli.telemetry.files import read_json, write_atomic, write_json
 from orbit_cli.telemetry.metrics import read_rows
 
+LONGEST_PART = 40  # of a made-up name
 FIXED_SECTIONS = ("model", "quantization", "adapter")  # of the config; a resumed run must keep them
 
 
@@ -275,7 +276,8 @@ def unique_name(stem: str) -> str:
 def _claim(root: Path, config: OrbitConfig) -> Path:
     """Create the folder. A name that is taken gets a number (given names) or new random digits (made-up names)."""
     given = _safe(config.run.name) if config.run.name else None
-    stem = _safe(f"{config.model.name}-{config.quantization.format}-{config.adapter.kind}-{config.environment.name}")
+    parts = (config.model.name, config.quantization.format, config.adapter.kind, config.environment.name)
+    stem = "-".join(_safe(part)[:LONGEST_PART] for part in parts)
     for attempt in range(1, 10_000):
         name = unique_name(stem) if given is None else given if attempt == 1 else f"{given}-{attempt}"
         try:

@@ -8,6 +8,8 @@ from typing import Any
 
 from orbit_cli.errors import ConfigError
 
+LONGEST_NAME = 200  # bytes; file systems take 255, and numbers and endings are added
+
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
@@ -23,6 +25,14 @@ class RunConfig:
     """rollout, eval, sync-test: adapter to load: a PEFT folder, or a run folder (its last adapter)."""
     output: str | None = None
     """rollout: the JSONL or Parquet file to write; null: inside the run folder."""
+
+    def __post_init__(self) -> None:
+        length = len((self.name or "").encode())
+        if length > LONGEST_NAME:
+            raise ConfigError(
+                f"run.name={self.name[:20]}... has {length} bytes, more than a folder's name may have; set one of at "
+                f"most {LONGEST_NAME}"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
