@@ -72,6 +72,30 @@ def in_fragment_order(columns):
 
 
 @triton.jit
+def settled(acc, ASM: tl.constexpr):
+    """acc itself, and a use of it, so that Triton waits for the product before the next operand is made.
+
+    Without it Triton 3.6 leaves products in flight while the registers that they read are given to the next operand:
+    wrong numbers, depending on timing (seen on an H200 at tiles of 128 tokens, and in the assembly).
+    """
+    if ASM:
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    return acc
+
+
+@triton.jit
+def beside(values, product, ASM: tl.constexpr):
+    """float32 values themselves, in the registers' order of `product`.
+
+    Else Triton computes what follows from them twice, in the order of their load too, and runs out of registers.
+    """
+    if ASM:
+        text: tl.constexpr = "mov.b32 $0, $1;"
+        values = tl.inline_asm_elementwise(text, "=r,r,r", [values, product], dtype=tl.float32, is_pure=True, pack=1)
+    return values
+
+
+@triton.jit
 def _nibble(word, position: tl.constexpr, FMT: tl.constexpr):
     code = (word >> (4 * position)) & 15
     if FMT == "int4":
@@ -136,6 +160,12 @@ def columns_in_order(columns):
     K: tl.constexpr = columns.shape[0]
     M: tl.constexpr = columns.shape[1]
     return columns.reshape(2, K // 32, 2, 8, M).permute(4, 1, 3, 0, 2).reshape(M, K)
+
+
+@triton.jit
+def column_of_row(row, K: tl.constexpr):
+    """Which column of W the entry `row` of `nibbles_across_rows`, read as [K, B], comes from."""
+    return row % (K // 2) // 16 * 32 + row % 8 * 4 + row // (K // 2) * 2 + row // 8 % 2
 
 
 @triton.jit

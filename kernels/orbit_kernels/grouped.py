@@ -55,6 +55,23 @@ class PackedExperts:
         return self.fmt in GROUP
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowRank:
+    """What a product adds to its sum before the one rounding: a narrow matrix per row times a low-rank one per group.
+
+    Forward: rows [R, P r] holds for part p of N columns p r to (p + 1) r, matrices[p] is [groups, N / P, r].
+    Gradient: dx += sum over p of rows[:, p r : (p + 1) r] matrices[p], with matrices[p] [groups, r, K].
+    r is 16, 32, 64 or 128: pad with zeros. Groups are experts, or experts x versions (`slots` of grouped_forward).
+    """
+
+    rows: torch.Tensor
+    matrices: tuple[torch.Tensor, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.rows.shape[1] // len(self.matrices)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A tile: rows of weights and steps of the reduction, warps and pipeline stages; blocks per multiprocessor."""
@@ -88,6 +105,8 @@ def grouped_forward(
     offsets: torch.Tensor,
     *,
     split: bool = False,
+    low: LowRank | None = None,
+    slots: int = 1,
     tile: int | None = None,
     shape: Shape | None = None,
     out: torch.Tensor | None = None,
@@ -95,10 +114,11 @@ def grouped_forward(
     """y [R, N] with y[r] = x[r] W_e^T for the rows r of expert e, offsets[e] <= r < offsets[e + 1].
 
     x [R, K], for 4-bit formats with its columns in `fragment_order`; with `split` x is [P, R, K] and part p of N reads
-    x[p]. offsets int32 [E + 1]. Rows from offsets[E] on are not written. `tile` (16, 32, 64, 128 rows) and `shape` are
-    for tuning: the numbers do not depend on them. Raises ValueError for what `unsupported` names.
+    x[p]. offsets int32 [E + 1]. Rows from offsets[E] on are not written. `low` is added to the sum; with `slots` its
+    matrices are [E slots, ...] and offsets [E slots + 1], group expert * slots + slot. `tile` (16, 32, 64, 128 rows)
+    and `shape` are for tuning: the numbers do not depend on them. Raises ValueError for what `unsupported` names.
     """
-    rows = _check(x, weight, offsets, split, weight.shape[2])
+    rows = _check(x, weight, offsets, split, weight.shape[2], low, slots)
     experts, outputs, inputs = weight.shape
     out = x.new_empty(rows, outputs) if out is None else out
     if rows == 0:
@@ -108,7 +128,7 @@ def grouped_forward(
         from orbit_kernels import hopper_forward
 
         tiles = row_tiles(offsets, rows, tile)
-        hopper_forward.forward(x, weight, out, tiles, offsets, rows if split else 0, multiprocessors())
+        hopper_forward.forward(x, weight, out, tiles, offsets, rows if split else 0, multiprocessors(), low, slots)
         return out
     shape = shape or FORWARD_SHAPES[tile]
     block = min(shape.block, max(16, triton.next_power_of_2(outputs // weight.parts)))
@@ -117,14 +137,14 @@ def grouped_forward(
     tiles = row_tiles(offsets, rows, tile)
     parts = weight.parts
     blocks = parts * triton.cdiv(outputs // parts, block)
-    forward_kernel[_grid(shape, rows, tile, experts, blocks)](
+    forward_kernel[_grid(shape, rows, tile, experts * slots, blocks)](
         *_activations(x, inputs, tile, tails, step),
         _stored(weight, torch.int32, block, step),
-        _bytes(weight.scale), _factor(weight), out, tiles.expert, tiles.start, tiles.count, offsets,
-        inputs, outputs // parts, rows if split else 0,
+        _bytes(weight.scale), _factor(weight), *_narrow(low), out, tiles.expert, tiles.start, tiles.count, offsets,
+        inputs, outputs // parts, rows if split else 0, slots,
         PARTS=parts, BM=tile, BLOCK=block, STEP=step, FMT=weight.fmt, ASM=not INTERPRETED,
         EVEN=inputs % step == 0 and (outputs // parts) % block == 0,
-        TAILS=tails,
+        TAILS=tails, RANK=0 if low is None else low.rank,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
@@ -136,15 +156,17 @@ def grouped_input_gradient(
     offsets: torch.Tensor,
     *,
     split: bool = False,
+    low: LowRank | None = None,
     tile: int | None = None,
     shape: Shape | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """dx [R, K] with dx[r] = dy[r] W_e, columns in their natural order; with `split` [P, R, K], one per part of N.
 
-    dy [R, N]; the rest as in `grouped_forward`.
+    dy [R, N]; `low` is added to dx and needs one dx for all parts; the rest as in `grouped_forward`.
     """
-    rows = _check(dy, weight, offsets, False, weight.shape[1])
+    rows = _check(dy, weight, offsets, False, weight.shape[1], low)
+    assert low is None or not split
     experts, outputs, inputs = weight.shape
     splits = weight.parts if split else 1
     if out is None:
@@ -156,7 +178,7 @@ def grouped_input_gradient(
         from orbit_kernels import hopper_gradient
 
         tiles = row_tiles(offsets, rows, tile)
-        hopper_gradient.gradient(dy, weight, out, tiles, offsets, split, multiprocessors())
+        hopper_gradient.gradient(dy, weight, out, tiles, offsets, split, multiprocessors(), low)
         return out
     shape = shape or GRADIENT_SHAPES[tile]
     block = min(shape.block, max(32, triton.next_power_of_2(inputs)))
@@ -166,11 +188,11 @@ def grouped_input_gradient(
     gradient_kernel[_grid(shape, rows, tile, experts, splits * triton.cdiv(inputs, block))](
         *_activations(dy, outputs, tile, tails, step),
         _stored(weight, torch.int16, step, block),
-        _bytes(weight.scale), _factor(weight), out, tiles.expert, tiles.start, tiles.count, offsets,
+        _bytes(weight.scale), _factor(weight), *_narrow(low), out, tiles.expert, tiles.start, tiles.count, offsets,
         inputs, outputs // weight.parts, rows,
         PARTS=weight.parts, SPLITS=splits, BM=tile, BLOCK=block, STEP=step, FMT=weight.fmt, ASM=not INTERPRETED,
         EVEN=inputs % block == 0 and (outputs // weight.parts) % step == 0,
-        TAILS=tails,
+        TAILS=tails, RANK=0 if low is None else low.rank,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
@@ -249,7 +271,15 @@ def _suits_hopper(x: torch.Tensor, weight: PackedExperts, inputs: int, multiple:
     )
 
 
-def _check(rows_in: torch.Tensor, weight: PackedExperts, offsets: torch.Tensor, split: bool, columns: int) -> int:
+def _check(
+    rows_in: torch.Tensor,
+    weight: PackedExperts,
+    offsets: torch.Tensor,
+    split: bool,
+    columns: int,
+    low: LowRank | None,
+    slots: int = 1,
+) -> int:
     """The number of rows; ValueError unless tensors fit each other."""
     reason = unsupported(weight)
     if reason:
@@ -263,8 +293,13 @@ def _check(rows_in: torch.Tensor, weight: PackedExperts, offsets: torch.Tensor, 
     wanted = torch.float32 if INTERPRETED else torch.bfloat16
     if rows_in.dtype != wanted:
         raise ValueError(f"activations are {rows_in.dtype}; the kernels multiply {wanted}, convert them")
-    if offsets.dtype != torch.int32 or offsets.shape != (weight.shape[0] + 1,):
-        raise ValueError(f"offsets must be int32 [{weight.shape[0] + 1}], not {offsets.dtype} {list(offsets.shape)}")
+    groups = weight.shape[0] * slots
+    if offsets.dtype != torch.int32 or offsets.shape != (groups + 1,):
+        raise ValueError(f"offsets must be int32 [{groups + 1}], not {offsets.dtype} {list(offsets.shape)}")
+    if low is not None:
+        assert low.rank in (16, 32, 64, 128) and low.rows.shape == (rows_in.shape[-2], weight.parts * low.rank)
+        assert low.rows.dtype == rows_in.dtype and low.rows.is_contiguous()
+        assert all(len(own) == groups and own.is_contiguous() and own.dtype == wanted for own in low.matrices)
     devices = {t.device for t in (rows_in, weight.packed, weight.scale, offsets) if t is not None}
     if len(devices) > 1:
         raise ValueError(f"tensors lie on {', '.join(sorted(map(str, devices)))}; move them to one device")
@@ -293,6 +328,10 @@ def _bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def _factor(weight: PackedExperts) -> torch.Tensor | None:
     """float32 [E]: what NVFP4 products are multiplied by; compressed-tensors stores the divisor."""
     return None if weight.global_scale is None else weight.global_scale.float().reciprocal().reshape(-1)
+
+
+def _narrow(low: LowRank | None) -> tuple[torch.Tensor | None, ...]:
+    return (None, None, None) if low is None else (low.rows, low.matrices[0], low.matrices[-1])
 
 
 def _grid(shape: Shape, rows: int, tile: int, experts: int, blocks: int) -> tuple[int]:

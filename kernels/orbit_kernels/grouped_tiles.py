@@ -12,66 +12,72 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from orbit_kernels.fragments import columns_in_order, fp8_number, group_scale, nibbles_across_rows, nibbles_along_rows
+from orbit_kernels.fragments import (
+    column_of_row,
+    columns_in_order,
+    fp8_number,
+    group_scale,
+    nibbles_across_rows,
+    nibbles_along_rows,
+    settled,
+)
 
 FP8_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
 def forward_kernel(
-    x_full, x_half, x_quarter, stored, scale, factor, out, tile_expert, tile_start, tile_count, offsets,
-    inputs, part_rows, x_part_rows,
+    x_full, x_half, x_quarter, stored, scale, factor, low, matrix, matrix2, out, tile_group, tile_start, tile_count,
+    offsets, inputs, part_rows, x_part_rows, slots,
     PARTS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, FMT: tl.constexpr,
-    ASM: tl.constexpr, EVEN: tl.constexpr, TAILS: tl.constexpr,
+    ASM: tl.constexpr, EVEN: tl.constexpr, TAILS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """out[row, n] = x[row] . W[expert, n] for all tiles; part p of N reads x from row p * x_part_rows on."""
+    """out[row, n] = x[row] . W[expert, n] for all tiles; part p of N reads x from row p * x_part_rows on.
+
+    With RANK the sum goes on over low[row, p * RANK:] . matrix p [group, n]; an expert has `slots` groups.
+    """
     per_part = tl.cdiv(part_rows, BLOCK)
     blocks = PARTS * per_part
     total = tl.load(tile_count) * blocks
     for pair in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         tile = pair // blocks
         block = pair % blocks
-        expert = tl.load(tile_expert + tile)
+        owner = tl.load(tile_group + tile)
         row = tl.load(tile_start + tile)
-        end = tl.load(offsets + expert + 1)
+        end = tl.load(offsets + owner + 1)
         part = block // per_part
         first = (block % per_part) * BLOCK  # within the part
         x_row = row + part * x_part_rows
         if (TAILS >= 2) & (end - row <= BM // 4):
             _forward_tile(
-                x_quarter, stored, scale, factor, out, expert, row, x_row, end, part, first, inputs, part_rows,
-                PARTS, BM // 4 if TAILS >= 2 else BM, BLOCK, STEP, FMT, ASM, EVEN,
+                x_quarter, stored, scale, factor, low, matrix, matrix2, out, owner, slots, row, x_row, end, part, first,
+                inputs, part_rows, PARTS, BM // 4 if TAILS >= 2 else BM, BLOCK, STEP, FMT, ASM, EVEN, RANK,
             )  # fmt: skip
         elif (TAILS >= 1) & (end - row <= BM // 2):
             _forward_tile(
-                x_half, stored, scale, factor, out, expert, row, x_row, end, part, first, inputs, part_rows,
-                PARTS, BM // 2 if TAILS >= 1 else BM, BLOCK, STEP, FMT, ASM, EVEN,
+                x_half, stored, scale, factor, low, matrix, matrix2, out, owner, slots, row, x_row, end, part, first,
+                inputs, part_rows, PARTS, BM // 2 if TAILS >= 1 else BM, BLOCK, STEP, FMT, ASM, EVEN, RANK,
             )  # fmt: skip
         else:
             _forward_tile(
-                x_full, stored, scale, factor, out, expert, row, x_row, end, part, first, inputs, part_rows,
-                PARTS, BM, BLOCK, STEP, FMT, ASM, EVEN,
+                x_full, stored, scale, factor, low, matrix, matrix2, out, owner, slots, row, x_row, end, part, first,
+                inputs, part_rows, PARTS, BM, BLOCK, STEP, FMT, ASM, EVEN, RANK,
             )  # fmt: skip
 
 
 @triton.jit
-def _settled(acc, ASM: tl.constexpr):
-    """acc itself, and a use of it, so that Triton waits for the product before the next weights are decoded.
-
-    Without it Triton 3.6 leaves products in flight while the registers that they read are given to the next decode:
-    wrong numbers, depending on timing (seen on an H200 at tiles of 128 tokens, and in the assembly).
-    """
-    if ASM:
-        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=False, pack=1)
-    return acc
+def _low_dot(narrow, tokens, acc):
+    """acc + narrow [BLOCK, r] tokens [r, BM]."""
+    return tl.dot(narrow.to(tokens.dtype), tokens, acc, input_precision="ieee")
 
 
 @triton.jit
 def _forward_tile(
-    x, stored, scale, factor, out, expert, row, x_row, end, part, first, inputs, part_rows,
+    x, stored, scale, factor, low, matrix, matrix2, out, owner, slots, row, x_row, end, part, first, inputs, part_rows,
     PARTS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, FMT: tl.constexpr,
-    ASM: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
+    expert = owner // slots
     weight_row = (expert * PARTS + part) * part_rows + first
     n = tl.arange(0, BLOCK)
     live = first + n < part_rows
@@ -101,22 +107,32 @@ def _forward_tile(
                 pair = own.reshape(BLOCK, STEP // 32, 1, 2, 1)
                 spread = pair.broadcast_to(BLOCK, STEP // 32, 4, 2, 4)
             weights = codes * spread.reshape(BLOCK, STEP)
-        acc = _settled(tl.dot(weights.to(tokens.dtype), tokens.T, acc), ASM)
+        acc = settled(tl.dot(weights.to(tokens.dtype), tokens.T, acc), ASM)
     if FMT == "nvfp4":
         acc = acc * tl.load(factor + expert)
     m = row + tl.arange(0, BM)
+    if RANK:
+        r = tl.arange(0, RANK)
+        own = matrix if part == 0 else matrix2
+        where = (owner * part_rows + first + n)[:, None].to(tl.int64) * RANK + r[None, :]
+        narrow = tl.load(own + where, mask=live[:, None], other=0)
+        where = m[None, :].to(tl.int64) * (PARTS * RANK) + (part * RANK + r)[:, None]
+        acc = settled(_low_dot(narrow, tl.load(low + where, mask=(m < end)[None, :], other=0), acc), ASM)
     where = m[None, :].to(tl.int64) * (PARTS * part_rows) + (part * part_rows + first + n)[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=(m < end)[None, :] & live[:, None])
 
 
 @triton.jit
 def gradient_kernel(
-    dy_full, dy_half, dy_quarter, stored, scale, factor, out, tile_expert, tile_start, tile_count, offsets,
-    inputs, part_rows, rows,
+    dy_full, dy_half, dy_quarter, stored, scale, factor, low, matrix, matrix2, out, tile_expert, tile_start, tile_count,
+    offsets, inputs, part_rows, rows,
     PARTS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    FMT: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, TAILS: tl.constexpr,
+    FMT: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, TAILS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """out[row, k] = sum over n of dy[row, n] W[expert, n, k]; with SPLITS part p of N goes to row p * rows + row."""
+    """out[row, k] = sum over n of dy[row, n] W[expert, n, k]; with SPLITS part p of N goes to row p * rows + row.
+
+    With RANK the sum goes on over low[row, p * RANK + r] matrix p [expert, r, k], p a part of N.
+    """
     per_split = tl.cdiv(inputs, BLOCK)
     blocks = SPLITS * per_split
     total = tl.load(tile_count) * blocks
@@ -130,26 +146,26 @@ def gradient_kernel(
         first = (block % per_split) * BLOCK
         if (TAILS >= 2) & (end - row <= BM // 4):
             _gradient_tile(
-                dy_quarter, stored, scale, factor, out, expert, row, end, split, first, inputs, part_rows, rows,
-                PARTS, SPLITS, BM // 4 if TAILS >= 2 else BM, BLOCK, STEP, FMT, ASM, EVEN,
+                dy_quarter, stored, scale, factor, low, matrix, matrix2, out, expert, row, end, split, first, inputs,
+                part_rows, rows, PARTS, SPLITS, BM // 4 if TAILS >= 2 else BM, BLOCK, STEP, FMT, ASM, EVEN, RANK,
             )  # fmt: skip
         elif (TAILS >= 1) & (end - row <= BM // 2):
             _gradient_tile(
-                dy_half, stored, scale, factor, out, expert, row, end, split, first, inputs, part_rows, rows,
-                PARTS, SPLITS, BM // 2 if TAILS >= 1 else BM, BLOCK, STEP, FMT, ASM, EVEN,
+                dy_half, stored, scale, factor, low, matrix, matrix2, out, expert, row, end, split, first, inputs,
+                part_rows, rows, PARTS, SPLITS, BM // 2 if TAILS >= 1 else BM, BLOCK, STEP, FMT, ASM, EVEN, RANK,
             )  # fmt: skip
         else:
             _gradient_tile(
-                dy_full, stored, scale, factor, out, expert, row, end, split, first, inputs, part_rows, rows,
-                PARTS, SPLITS, BM, BLOCK, STEP, FMT, ASM, EVEN,
+                dy_full, stored, scale, factor, low, matrix, matrix2, out, expert, row, end, split, first, inputs,
+                part_rows, rows, PARTS, SPLITS, BM, BLOCK, STEP, FMT, ASM, EVEN, RANK,
             )  # fmt: skip
 
 
 @triton.jit
 def _gradient_tile(
-    dy, stored, scale, factor, out, expert, row, end, split, first, inputs, part_rows, rows,
+    dy, stored, scale, factor, low, matrix, matrix2, out, expert, row, end, split, first, inputs, part_rows, rows,
     PARTS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    FMT: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr,
+    FMT: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     outputs = PARTS * part_rows
     begin = split * part_rows
@@ -191,11 +207,22 @@ def _gradient_tile(
                 halves = codes.reshape(2, BLOCK // 32, 2, 2, 4, STEP)
                 weights = halves * pair[None, :, None, :, None, :]
             weights = weights.reshape(BLOCK, STEP)
-        acc = _settled(tl.dot(weights.to(tokens.dtype), tokens.T, acc), ASM)
+        acc = settled(tl.dot(weights.to(tokens.dtype), tokens.T, acc), ASM)
     if FMT == "nvfp4":
         acc = acc * tl.load(factor + expert)
-    product = acc.T if FMT == "bf16" or FMT == "fp8" else columns_in_order(acc)  # [BM, BLOCK]
     m = row + tl.arange(0, BM)
+    if RANK:
+        column = tl.arange(0, BLOCK)
+        if FMT != "bf16" and FMT != "fp8":  # the rows of acc are in the order of nibbles_across_rows
+            column = column_of_row(column, BLOCK)
+        r = tl.arange(0, RANK)
+        for part in tl.static_range(PARTS):
+            own = matrix if part == 0 else matrix2
+            where = (expert * RANK + r)[None, :].to(tl.int64) * inputs + (first + column)[:, None]
+            narrow = tl.load(own + where, mask=(first + column < inputs)[:, None], other=0)
+            where = m[None, :].to(tl.int64) * (PARTS * RANK) + (part * RANK + r)[:, None]
+            acc = settled(_low_dot(narrow, tl.load(low + where, mask=(m < end)[None, :], other=0), acc), ASM)
+    product = acc.T if FMT == "bf16" or FMT == "fp8" else columns_in_order(acc)  # [BM, BLOCK]
     k_out = first + tl.arange(0, BLOCK)
     where = (split * rows + m)[:, None].to(tl.int64) * inputs + k_out[None, :]
     tl.store(out + where, product.to(out.dtype.element_ty), mask=(m < end)[:, None] & (k_out < inputs)[None, :])

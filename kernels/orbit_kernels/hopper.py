@@ -14,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 BLOCK = gl.constexpr(256)  # weight rows
 STEP = gl.constexpr(64)  # of the reduction
+RANK_STEP = gl.constexpr(16)  # of the low-rank sum at its end
+shared_layout = gl.NVMMASharedLayout.get_default_for
 EIGHT = gl.constexpr((gl.bfloat16,) * 8)
 
 

@@ -19,7 +19,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from orbit_kernels.fragments import E2M1_WORD, INT4_WORD
-from orbit_kernels.hopper import BLOCK, EIGHT, STEP, barriers, join8, load_scales, scale_start, store_rows
+from orbit_kernels.hopper import (
+    BLOCK,
+    EIGHT,
+    RANK_STEP,
+    STEP,
+    barriers,
+    join8,
+    load_scales,
+    scale_start,
+    shared_layout,
+    store_rows,
+)
 from orbit_kernels.routing import Tiles
 
 
@@ -45,9 +56,9 @@ def _weights(words, scale, FMT: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    xs, ws, ss, ready, free, s_ready, s_free, out, tile_expert, tile_start, tile_count, offsets, inputs, part_rows,
-    PARTS: gl.constexpr, BM: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr,
-    S_STAGES: gl.constexpr,
+    xs, ws, ss, ms, ready, free, s_ready, s_free, out, tile_group, tile_start, tile_count, offsets, inputs, part_rows,
+    PARTS: gl.constexpr, BM: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr, S_STAGES: gl.constexpr,
+    RANK: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -64,9 +75,9 @@ def _consumer(
     step = 0
     group = 0
     for pair in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert = gl.load(tile_expert + pair // blocks)
+        owner = gl.load(tile_group + pair // blocks)
         row = gl.load(tile_start + pair // blocks)
-        end = gl.load(offsets + expert + 1)
+        end = gl.load(offsets + owner + 1)
         acc = warpgroup_mma_init(gl.zeros([BLOCK, BM], gl.float32, MMA))
         held = gl.zeros([BLOCK, 32], gl.bfloat16, A)  # the operand that the matrix unit may still be reading
         first_step = step
@@ -117,14 +128,25 @@ def _consumer(
         total_acc, held = warpgroup_mma_wait(0, [acc, held])
         gl.thread_barrier()
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+        for _ in gl.static_range(RANK // RANK_STEP):
+            stage = step % STAGES
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            narrow = ms.index(stage).load(A)  # [256, 16] of B
+            tokens = xs.index(stage).slice(0, RANK_STEP, dim=1).permute([1, 0])
+            total_acc = warpgroup_mma(narrow, tokens, total_acc, is_async=True)
+            total_acc, narrow = warpgroup_mma_wait(0, [total_acc, narrow])
+            gl.thread_barrier()
+            mbarrier.arrive(free.index(stage), count=1)
+            step += 1
         first = (pair % blocks) * BLOCK
         store_rows(total_acc.to(gl.bfloat16).permute([1, 0]), out, row, end, first, PARTS * part_rows, BM)
 
 
 @gluon.jit
 def _producer(
-    x, stored, scale, xs, ws, ss, ready, free, s_ready, s_free, tile_expert, tile_start, tile_count, inputs, part_rows,
-    x_part_rows, PARTS: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr, S_STAGES: gl.constexpr,
+    x, stored, scale, low, matrix, matrix2, xs, ws, ss, ms, ready, free, s_ready, s_free, tile_group, tile_start,
+    tile_count, inputs, part_rows, x_part_rows, slots,
+    PARTS: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr, S_STAGES: gl.constexpr, RANK: gl.constexpr,
 ):  # fmt: skip
     per_part = part_rows // BLOCK
     blocks = PARTS * per_part
@@ -133,9 +155,11 @@ def _producer(
     group = 0
     for pair in range(gl.program_id(0), total, gl.num_programs(0)):
         block = pair % blocks
-        expert = gl.load(tile_expert + pair // blocks)
-        x_row = gl.load(tile_start + pair // blocks) + block // per_part * x_part_rows
-        weight_row = expert * PARTS * part_rows + block * BLOCK
+        part = block // per_part
+        owner = gl.load(tile_group + pair // blocks)
+        row = gl.load(tile_start + pair // blocks)
+        x_row = row + part * x_part_rows
+        weight_row = owner // slots * PARTS * part_rows + block * BLOCK
         for k in range(0, inputs, 256):
             slot = group % S_STAGES
             mbarrier.wait(s_free.index(slot), ((group // S_STAGES) & 1) ^ 1)
@@ -152,17 +176,36 @@ def _producer(
                 where = [weight_row, column // 8]
                 tma.async_copy_global_to_shared(stored, where, ready.index(stage), ws.index(stage))
                 step += 1
+        for r in gl.static_range(0, RANK, RANK_STEP):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), low.block_type.nbytes + matrix.block_type.nbytes)
+            tma.async_copy_global_to_shared(low, [row, part * RANK + r], ready.index(stage), xs.index(stage))
+            where = [owner * part_rows + block % per_part * BLOCK, r]
+            if part == 0:
+                tma.async_copy_global_to_shared(matrix, where, ready.index(stage), ms.index(stage))
+            else:
+                tma.async_copy_global_to_shared(matrix2, where, ready.index(stage), ms.index(stage))
+            step += 1
 
 
 @gluon.jit
 def forward_kernel(
-    x, stored, scale, out, tile_expert, tile_start, tile_count, offsets, inputs, part_rows, x_part_rows,
+    x, stored, scale, low, matrix, matrix2, out, tile_group, tile_start, tile_count, offsets, inputs, part_rows,
+    x_part_rows, slots,
     PARTS: gl.constexpr, BM: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr, S_STAGES: gl.constexpr,
+    RANK: gl.constexpr,
 ):  # fmt: skip
-    """out[row, n] = x[row] . W[expert, n] for all tiles; part p of N reads x from row p * x_part_rows on."""
+    """out[row, n] = x[row] . W[expert, n] for all tiles; part p of N reads x from row p * x_part_rows on.
+
+    With RANK the sum goes on over low[row, p * RANK:] . matrix p [group, n], in the stages that held x and W before.
+    """
     xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)
     ws = gl.allocate_shared_memory(stored.dtype, [STAGES] + stored.block_type.shape, stored.layout)
     ss = gl.allocate_shared_memory(scale.dtype, [S_STAGES] + scale.block_type.shape, scale.layout)
+    ms = ws
+    if RANK:
+        ms = ws._reinterpret(gl.bfloat16, [STAGES, BLOCK, RANK_STEP], matrix.layout)
     ready = barriers(STAGES, 1)
     free = barriers(STAGES, 1)
     s_ready = barriers(S_STAGES, 1)
@@ -170,10 +213,11 @@ def forward_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consumer, (xs, ws, ss, ready, free, s_ready, s_free, out, tile_expert, tile_start, tile_count, offsets,
-                         inputs, part_rows, PARTS, BM, FMT, STAGES, S_STAGES)),
-            (_producer, (x, stored, scale, xs, ws, ss, ready, free, s_ready, s_free, tile_expert, tile_start,
-                         tile_count, inputs, part_rows, x_part_rows, PARTS, FMT, STAGES, S_STAGES)),
+            (_consumer, (xs, ws, ss, ms, ready, free, s_ready, s_free, out, tile_group, tile_start, tile_count,
+                         offsets, inputs, part_rows, PARTS, BM, FMT, STAGES, S_STAGES, RANK)),
+            (_producer, (x, stored, scale, low, matrix, matrix2, xs, ws, ss, ms, ready, free, s_ready, s_free,
+                         tile_group, tile_start, tile_count, inputs, part_rows, x_part_rows, slots, PARTS, FMT,
+                         STAGES, S_STAGES, RANK)),
         ],
         [1],
         [24],
@@ -181,20 +225,39 @@ def forward_kernel(
 
 
 def forward(
-    x: torch.Tensor, weight, out: torch.Tensor, tiles: Tiles, offsets: torch.Tensor, x_part_rows: int, grid: int
+    x: torch.Tensor,
+    weight,
+    out: torch.Tensor,
+    tiles: Tiles,
+    offsets: torch.Tensor,
+    x_part_rows: int,
+    grid: int,
+    low=None,
+    slots: int = 1,
 ):
-    """Launch over checked tensors; `weight` is a `grouped.PackedExperts` of INT4 or MXFP4."""
+    """Launch over checked tensors; `weight` is a `PackedExperts` of INT4 or MXFP4, `low` a `LowRank` of grouped.py.
+
+    Tiles and offsets are of groups, `slots` for each expert.
+    """
     experts, outputs, inputs = weight.shape
     words = weight.packed.view(torch.int32).view(experts * outputs, -1)
     scale = weight.scale.view(experts * outputs, -1)
-    swizzled = gl.NVMMASharedLayout.get_default_for
-    x_box, word_box, scale_box = [tiles.size, 64], [256, 8], [256, 16 // scale.element_size()]
+    x_box, word_box, scale_box, matrix_box = [tiles.size, 64], [256, 8], [256, 16 // scale.element_size()], [256, 16]
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * scale.element_size(), rank=2)
     stages = min(8, (200_000 - 8192) // (tiles.size * 128 + 8192))
+    rows = TensorDescriptor.from_tensor(x.view(-1, inputs), x_box, shared_layout(x_box, gl.bfloat16))
+    narrow, matrices = rows, [rows, rows]
+    if low is not None:
+        narrow = TensorDescriptor.from_tensor(low.rows, x_box, rows.layout)
+        layout = shared_layout(matrix_box, gl.bfloat16)
+        pair = (low.matrices[0], low.matrices[-1])
+        matrices = [TensorDescriptor.from_tensor(own.view(-1, low.rank), matrix_box, layout) for own in pair]
     forward_kernel[(grid,)](
-        TensorDescriptor.from_tensor(x.view(-1, inputs), x_box, swizzled(x_box, gl.bfloat16)),
-        TensorDescriptor.from_tensor(words, word_box, swizzled(word_box, gl.int32)),
+        rows,
+        TensorDescriptor.from_tensor(words, word_box, shared_layout(word_box, gl.int32)),
         TensorDescriptor.from_tensor(scale, scale_box, flat),
-        out, tiles.expert, tiles.start, tiles.count, offsets, inputs, outputs // weight.parts, x_part_rows,
-        PARTS=weight.parts, BM=tiles.size, FMT=weight.fmt, STAGES=stages, S_STAGES=2, num_warps=8,
+        narrow, *matrices, out, tiles.expert, tiles.start, tiles.count, offsets, inputs, outputs // weight.parts,
+        x_part_rows, slots,
+        PARTS=weight.parts, BM=tiles.size, FMT=weight.fmt, STAGES=stages, S_STAGES=2,
+        RANK=0 if low is None else low.rank, num_warps=8,
     )  # fmt: skip

@@ -22,7 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from orbit_kernels.fragments import E2M1_ROWS, INT4_ROWS
-from orbit_kernels.hopper import BLOCK, EIGHT, STEP, barriers, join8, load_scales, scale_start, store_rows
+from orbit_kernels.hopper import (
+    BLOCK,
+    EIGHT,
+    RANK_STEP,
+    STEP,
+    barriers,
+    join8,
+    load_scales,
+    scale_start,
+    shared_layout,
+    store_rows,
+)
 from orbit_kernels.routing import Tiles
 
 
@@ -49,9 +60,20 @@ def _weights(units, scales, second, FMT: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
+def _narrow(lines, A: gl.constexpr):
+    """A operand [256, 16] from 16 rows of a low-rank matrix [16, 256] (shared memory), its columns as those of W^T."""
+    HELD: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [0, 1], [8, 0], [0, 2]],
+        [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]], [[0, 32], [0, 64], [0, 128]], [], [16, 256],
+    )  # fmt: skip
+    split = lines.load(HELD).reshape([16, 8, 8, 2, 2])  # column 32 w + 4 g + 2 p1 + p0
+    return gl.convert_layout(split.permute([3, 1, 4, 2, 0]).reshape([256, 16]), A)
+
+
+@gluon.jit
 def _consumer(
-    xs, ws, ss, ready, free, out, tile_expert, tile_start, tile_count, offsets, inputs, outputs, rows,
-    SPLITS: gl.constexpr, BM: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr,
+    xs, ws, ss, ms, ready, free, out, tile_expert, tile_start, tile_count, offsets, inputs, outputs, rows,
+    SPLITS: gl.constexpr, BM: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -93,6 +115,16 @@ def _consumer(
         total_acc, held = warpgroup_mma_wait(0, [acc, held])
         gl.thread_barrier()
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+        for _ in gl.static_range(RANKS // RANK_STEP):
+            stage = step % STAGES
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            narrow = _narrow(ms.index(stage), A)
+            tokens = xs.index(stage).slice(0, RANK_STEP, dim=1).permute([1, 0])
+            total_acc = warpgroup_mma(narrow, tokens, total_acc, is_async=True)
+            total_acc, narrow = warpgroup_mma_wait(0, [total_acc, narrow])
+            gl.thread_barrier()
+            mbarrier.arrive(free.index(stage), count=1)
+            step += 1
         ordered = total_acc.to(gl.bfloat16).reshape([2, 8, 2, 8, BM]).permute([4, 1, 3, 0, 2]).reshape([BM, BLOCK])
         shift = block // per_split * rows
         store_rows(ordered, out, row + shift, end + shift, block % per_split * BLOCK, inputs, BM)
@@ -100,8 +132,9 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    dy, stored, scale, xs, ws, ss, ready, free, tile_expert, tile_start, tile_count, inputs, outputs,
-    SPLITS: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr,
+    dy, stored, scale, low, matrix, matrix2, xs, ws, ss, ms, ready, free, tile_expert, tile_start, tile_count, inputs,
+    outputs, rank,
+    SPLITS: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     per_split = inputs // BLOCK
     blocks = SPLITS * per_split
@@ -125,45 +158,81 @@ def _producer(
             tma.async_copy_global_to_shared(stored, [weight_row, column // 4], ready.index(stage), ws.index(stage))
             tma.async_copy_global_to_shared(scale, [weight_row, start], ready.index(stage), ss.index(stage))
             step += 1
+        for r in gl.static_range(0, RANKS, RANK_STEP):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), low.block_type.nbytes + matrix.block_type.nbytes)
+            tma.async_copy_global_to_shared(low, [row, r], ready.index(stage), xs.index(stage))
+            if r < rank:
+                where = [expert * rank + r, column]
+                tma.async_copy_global_to_shared(matrix, where, ready.index(stage), ms.index(stage))
+            else:
+                where = [expert * rank + r - rank, column]
+                tma.async_copy_global_to_shared(matrix2, where, ready.index(stage), ms.index(stage))
+            step += 1
 
 
 @gluon.jit
 def gradient_kernel(
-    dy, stored, scale, out, tile_expert, tile_start, tile_count, offsets, inputs, outputs, rows,
-    SPLITS: gl.constexpr, BM: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr,
+    dy, stored, scale, low, matrix, matrix2, out, tile_expert, tile_start, tile_count, offsets, inputs, outputs, rows,
+    rank,
+    SPLITS: gl.constexpr, BM: gl.constexpr, FMT: gl.constexpr, STAGES: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
-    """out[row, k] = sum over n of dy[row, n] W[expert, n, k]; with SPLITS part p of N goes to row p * rows + row."""
+    """out[row, k] = sum over n of dy[row, n] W[expert, n, k]; with SPLITS part p of N goes to row p * rows + row.
+
+    With RANKS the sum goes on over low[row, r] matrix[expert, r, k], r from `rank` on those of the second matrix.
+    """
     xs = gl.allocate_shared_memory(dy.dtype, [STAGES] + dy.block_type.shape, dy.layout)
     ws = gl.allocate_shared_memory(stored.dtype, [STAGES] + stored.block_type.shape, stored.layout)
     ss = gl.allocate_shared_memory(scale.dtype, [STAGES] + scale.block_type.shape, scale.layout)
+    ms = ws
+    if RANKS:
+        ms = ws._reinterpret(gl.bfloat16, [STAGES, RANK_STEP, BLOCK], matrix.layout)
     ready = barriers(STAGES, 1)
     free = barriers(STAGES, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consumer, (xs, ws, ss, ready, free, out, tile_expert, tile_start, tile_count, offsets, inputs, outputs,
-                         rows, SPLITS, BM, FMT, STAGES)),
-            (_producer, (dy, stored, scale, xs, ws, ss, ready, free, tile_expert, tile_start, tile_count, inputs,
-                         outputs, SPLITS, FMT, STAGES)),
+            (_consumer, (xs, ws, ss, ms, ready, free, out, tile_expert, tile_start, tile_count, offsets, inputs,
+                         outputs, rows, SPLITS, BM, FMT, STAGES, RANKS)),
+            (_producer, (dy, stored, scale, low, matrix, matrix2, xs, ws, ss, ms, ready, free, tile_expert, tile_start,
+                         tile_count, inputs, outputs, rank, SPLITS, FMT, STAGES, RANKS)),
         ],
         [1],
         [24],
     )  # fmt: skip
 
 
-def gradient(dy: torch.Tensor, weight, out: torch.Tensor, tiles: Tiles, offsets: torch.Tensor, split: bool, grid: int):
-    """Launch over checked tensors; `weight` is a `grouped.PackedExperts` of INT4 or MXFP4."""
+def gradient(
+    dy: torch.Tensor,
+    weight,
+    out: torch.Tensor,
+    tiles: Tiles,
+    offsets: torch.Tensor,
+    split: bool,
+    grid: int,
+    low=None,
+):
+    """Launch over checked tensors; `weight` is a `PackedExperts` of INT4 or MXFP4, `low` a `LowRank` of grouped.py."""
     experts, outputs, inputs = weight.shape
     units = weight.packed.view(torch.int16).view(experts * outputs, -1)
     scale = weight.scale.view(experts * outputs, -1)
-    swizzled = gl.NVMMASharedLayout.get_default_for
-    dy_box, unit_box, scale_box = [tiles.size, 64], [64, 64], [64, 16 // scale.element_size()]
+    dy_box, unit_box, scale_box, matrix_box = [tiles.size, 64], [64, 64], [64, 16 // scale.element_size()], [16, 256]
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * scale.element_size(), rank=2)
     stages = min(8, (200_000 - 512 * tiles.size) // (tiles.size * 128 + 8192 + 1024))
+    rows = TensorDescriptor.from_tensor(dy.view(-1, outputs), dy_box, shared_layout(dy_box, gl.bfloat16))
+    narrow, matrices = rows, [rows, rows]
+    if low is not None:
+        narrow = TensorDescriptor.from_tensor(low.rows, dy_box, rows.layout)
+        layout = shared_layout(matrix_box, gl.bfloat16)
+        pair = (low.matrices[0], low.matrices[-1])
+        matrices = [TensorDescriptor.from_tensor(own.view(-1, inputs), matrix_box, layout) for own in pair]
     gradient_kernel[(grid,)](
-        TensorDescriptor.from_tensor(dy.view(-1, outputs), dy_box, swizzled(dy_box, gl.bfloat16)),
-        TensorDescriptor.from_tensor(units, unit_box, swizzled(unit_box, gl.int16)),
+        rows,
+        TensorDescriptor.from_tensor(units, unit_box, shared_layout(unit_box, gl.int16)),
         TensorDescriptor.from_tensor(scale, scale_box, flat),
-        out, tiles.expert, tiles.start, tiles.count, offsets, inputs, outputs, dy.shape[0],
-        SPLITS=weight.parts if split else 1, BM=tiles.size, FMT=weight.fmt, STAGES=stages, num_warps=8,
+        narrow, *matrices, out, tiles.expert, tiles.start, tiles.count, offsets, inputs, outputs, dy.shape[0],
+        0 if low is None else low.rank,
+        SPLITS=weight.parts if split else 1, BM=tiles.size, FMT=weight.fmt, STAGES=stages,
+        RANKS=0 if low is None else low.rows.shape[1], num_warps=8,
     )  # fmt: skip

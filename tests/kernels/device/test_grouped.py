@@ -11,6 +11,7 @@ from random_weights import random_case
 from orbit_kernels.decode import FORMATS
 from orbit_kernels.fragments import fragment_order
 from orbit_kernels.grouped import (
+    LowRank,
     PackedExperts,
     decoded_expert,
     forward_reference,
@@ -90,6 +91,48 @@ def test_parts_read_and_write_their_own_rows(fmt):
     wanted = torch.stack([per_expert(d, h, counts) for d, h in zip(dy.chunk(2, 1), halves, strict=True)])
     assert relative_error(dx, wanted) < tolerance()
     assert relative_error(gradient_reference(dy, weight, offsets_of(counts), split=True), dx) < 2 * tolerance()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rank, parts", [(16, 2)] if INTERPRETED else [(16, 2), (64, 1), (128, 2)])
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+def test_low_rank_sums_are_added_before_the_rounding(fmt, rank, parts, outputs, inputs):
+    counts = [5, 0, 40]
+    outputs *= parts
+    weight, dense = random_experts(fmt, 3, outputs, inputs, parts=parts)
+    x, dy = values(45, inputs), values(45, outputs)
+    low, size = values(45, parts * rank), inputs**0.5  # products as large as the base's
+    b, a = [
+        [values(3, *shape).mul_(size) for _ in range(parts)] for shape in ((outputs // parts, rank), (rank, inputs))
+    ]
+    narrow = low.double().cpu().chunk(parts, 1)
+    y = poisoned(45, outputs)
+    added = LowRank(rows=low, matrices=tuple(b))
+    grouped_forward(in_order(x, weight), weight, offsets_of(counts), low=added, tile=TILE, out=y[:-1])
+    wide = [per_expert(own, m.double().cpu().transpose(1, 2), counts) for own, m in zip(narrow, b, strict=True)]
+    assert relative_error(y[:-1], per_expert(x, dense.transpose(1, 2), counts) + torch.cat(wide, 1)) < tolerance()
+    dx = poisoned(45, inputs)
+    added = LowRank(rows=low, matrices=tuple(a))
+    grouped_input_gradient(dy, weight, offsets_of(counts), low=added, tile=TILE, out=dx[:-1])
+    wide = sum(per_expert(own, m.double().cpu(), counts) for own, m in zip(narrow, a, strict=True))
+    assert relative_error(dx[:-1], per_expert(dy, dense, counts) + wide) < tolerance()
+    assert y[-1].isnan().all() and dx[-1].isnan().all()
+
+
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+def test_versions_of_an_expert_have_low_ranks_of_their_own(outputs, inputs):
+    """Two slots for each of two experts: the same bits as each version alone."""
+    weight, _ = random_experts("int4", 2, outputs, inputs)
+    x, low, b = in_order(values(60, inputs), weight), values(60, 16), values(4, outputs, 16)
+    bounds = [0, 10, 37, 37, 60]
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    y = grouped_forward(x, weight, offsets, low=LowRank(rows=low, matrices=(b,)), slots=2, tile=TILE)
+    for group, (first, last) in ((0, (0, 10)), (1, (10, 37)), (3, (37, 60))):
+        own = [0, *(last - first if expert == group // 2 else 0 for expert in range(2))]
+        added = LowRank(rows=low[first:last].contiguous(), matrices=(b[group % 2 :: 2].contiguous(),))
+        rows = x[first:last].contiguous()
+        alone = grouped_forward(rows, weight, offsets_of(own[1:]), low=added, tile=TILE)
+        assert relative_error(y[first:last], alone) < tolerance() if INTERPRETED else torch.equal(y[first:last], alone)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
