@@ -26,10 +26,13 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 from orbit_kernels import grouped, hopper_forward, hopper_gradient  # noqa: E402
+from orbit_kernels.expert_layer import PROJECTIONS, expert_layer  # noqa: E402
+from orbit_kernels.experts import ExpertAdapters, StackedAdapter  # noqa: E402
 from orbit_kernels.routing import row_tiles  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ROWS, OUTPUTS, INPUTS = 128, 512, 1024
+SHARED_MEMORY = 232_448  # bytes that a block may have
 
 
 class Sm90a:
@@ -159,12 +162,48 @@ def calls(fmt: str, tile: int):
     weight = example(fmt, OUTPUTS, INPUTS, 2)
     offsets = torch.tensor([0, ROWS // 2, ROWS], dtype=torch.int32)
     x, dy = (torch.zeros(ROWS, columns, dtype=torch.bfloat16) for columns in (INPUTS, OUTPUTS))
+    parts = weight.parts
+    narrow = torch.zeros(ROWS, 32 * parts, dtype=torch.bfloat16)
+    matrices = [torch.zeros(2, *size, dtype=torch.bfloat16) for size in ((OUTPUTS // parts, 32), (32, INPUTS))]
+    lows = [grouped.LowRank(rows=narrow, matrices=(own,) * parts) for own in matrices]
     yield "forward", lambda: grouped.grouped_forward(x, weight, offsets, tile=tile)
     yield "gradient", lambda: grouped.grouped_input_gradient(dy, weight, offsets, tile=tile)
+    yield "forward + low", lambda: grouped.grouped_forward(x, weight, offsets, tile=tile, low=lows[0])
+    yield "gradient + low", lambda: grouped.grouped_input_gradient(dy, weight, offsets, tile=tile, low=lows[1])
     if fmt in ("int4", "mxfp4"):
         tiles = row_tiles(offsets, ROWS, tile)
-        yield "hopper forward", lambda: hopper_forward.forward(x, weight, dy, tiles, offsets, 0, 132)
-        yield "hopper gradient", lambda: hopper_gradient.gradient(dy, weight, x, tiles, offsets, False, 132)
+        for low, name in zip((None, *lows), ("", " + low"), strict=False):
+            yield (
+                f"hopper forward{name}",
+                lambda own=low: hopper_forward.forward(x, weight, dy, tiles, offsets, 0, 132, own),
+            )
+        for low, name in zip((None, lows[1]), ("", " + low"), strict=True):
+            yield (
+                f"hopper gradient{name}",
+                lambda own=low: hopper_gradient.gradient(dy, weight, x, tiles, offsets, False, 132, own),
+            )
+
+
+def layer_calls():
+    """(name, function that launches the kernels around the products) for every adapter, forward and backward."""
+    w13, w2 = example("int4", 2 * 512, INPUTS, 2), example("int4", INPUTS, 512, 1)
+    ids, weights = torch.zeros(ROWS, 1, dtype=torch.long), torch.ones(ROWS, 1)
+
+    def stack(turn: int, rank: int, inputs: int, outputs: int) -> StackedAdapter:
+        def leaf(*shape: int) -> torch.Tensor | None:
+            return torch.zeros(2, *shape, dtype=torch.bfloat16, requires_grad=True) if all(shape) else None
+
+        blocks = leaf(inputs // turn, turn, turn) if turn else None
+        return StackedAdapter(rotation=blocks, lora_a=leaf(rank, inputs), lora_b=leaf(outputs, rank))
+
+    def both_passes(turn: int, rank: int) -> None:
+        sizes = ((INPUTS, 512), (INPUTS, 512), (512, INPUTS))
+        found = ExpertAdapters(**dict(zip(PROJECTIONS, (stack(turn, rank, *size) for size in sizes), strict=True)))
+        x = torch.zeros(ROWS, INPUTS, dtype=torch.bfloat16, requires_grad=True)
+        expert_layer(x, ids, weights, w13, w2, found).sum().backward()
+
+    for turn, rank in ((0, 0), (32, 0), (128, 0), (0, 16), (0, 128), (32, 16)):
+        yield f"block {turn} rank {rank}", lambda turn=turn, rank=rank: both_passes(turn, rank)
 
 
 def main() -> int:
@@ -178,13 +217,26 @@ def main() -> int:
         for tile in options.tiles:
             for name, call in calls(fmt, tile):
                 call()
-                kernel = compiled[-1]
-                report = ptxas_report(kernel.asm["ptx"])
-                report["reused"] = sum(len(reused(loop)) for loop in loops(kernel.asm["cubin"]))
-                bad = report["spill_bytes"] > 0 or report["serialised"] or report["reused"] > 0
-                failures += bad
-                print(f"{'FAIL' if bad else 'ok':5}{fmt:6}{name:16} tile {tile:4} {report}", flush=True)
+                failures += not passes(compiled[-1], f"{fmt:6}{name:22} tile {tile:4}")
+    seen = set()
+    for name, call in layer_calls():
+        del compiled[:]
+        call()
+        for kernel in compiled:
+            if kernel.hash not in seen and kernel.name not in ("forward_kernel", "gradient_kernel"):
+                seen.add(kernel.hash)
+                failures += not passes(kernel, f"{name:20} {kernel.name:16}")
     return int(failures > 0)
+
+
+def passes(kernel, name: str) -> bool:
+    """Whether a compiled kernel has none of the faults, printed with its figures."""
+    report = ptxas_report(kernel.asm["ptx"])
+    report["reused"] = sum(len(reused(loop)) for loop in loops(kernel.asm["cubin"]))
+    report["shared"] = kernel.metadata.shared
+    bad = report["shared"] > SHARED_MEMORY or report["spill_bytes"] > 0 or report["serialised"] or report["reused"] > 0
+    print(f"{'FAIL' if bad else 'ok':5}{name} {report}", flush=True)
+    return not bad
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Routed SwiGLU experts over frozen packed weights: the one entry, and the PyTorch reference for every device.
 
 On a GPU `frozen_experts` runs on the kernels of expert_layer.py. In the reference tokens are sorted by expert and each
-expert that was hit runs once over its rows; a token's top-k results are summed in slot order. Gradients reach x and the
-adapter's tensors; there is none for weights or routing (routers are frozen). Adapters are given as tensors: what they
+expert that was hit runs once over its rows; a token's top-k results are summed in slot order. Gradients reach x, the
+adapter's tensors and, if asked for, the routing weights. Adapters are given as tensors: what they
 mean and how they are trained is `orbit_cli.adapters`' business.
 
 Shape letters: T tokens, k experts per token, R rows of one expert, E experts, H hidden size, I intermediate size,
@@ -75,12 +75,13 @@ def frozen_experts(
     w2_global_scale: torch.Tensor | None = None,
     path: str = "auto",
     chunk_budget: int = 1 << 30,
+    routing_gradient: bool = False,
 ) -> torch.Tensor:
     """y [T, H] = sum over slots j of weights[t, j] * expert(expert_ids[t, j])(x[t]).
 
     x [T, H]; expert_ids [T, k] integers; weights [T, k]; w13 [E, 2I, ...] with the gate rows first; w2 [E, H, ...],
     packed and scaled as `orbit_kernels.decode.dequantize` says. Raises ValueError for shapes that do not fit each other
-    and for a path that cannot run.
+    and for a path that cannot run. With `routing_gradient` weights get a gradient too, else they are constants.
 
     path       kernels    products straight from the packed bytes; BF16 on a GPU
                chunked    decoded chunks of at most `chunk_budget` bytes; BF16 on a GPU
@@ -89,6 +90,7 @@ def frozen_experts(
                auto       kernels on a GPU where they can run, else the reference
     """
     _check_shapes(x, expert_ids, weights, w13_packed, w2_packed, fmt)
+    weights = weights if routing_gradient else weights.detach()
     if path not in PATHS:
         raise ValueError(f"path={path!r} is none of {', '.join(PATHS)}")
     if path in ("kernels", "chunked", "fastest") or (path == "auto" and x.is_cuda):
@@ -104,7 +106,9 @@ def frozen_experts(
             path = fastest_path(x, expert_ids, weights.detach(), w13, w2, PATH_CACHE)
         if reason is None:
             budget = chunk_budget if path == "chunked" else 0
-            return expert_layer(x, expert_ids, weights.detach(), w13, w2, adapter, chunk_budget=budget)
+            return expert_layer(
+                x, expert_ids, weights, w13, w2, adapter, chunk_budget=budget, routing_gradient=routing_gradient
+            )
         if path != "auto":
             raise ValueError(reason)
     tokens, slots = expert_ids.shape
@@ -128,7 +132,7 @@ def frozen_experts(
         for expert, chunk in zip(hit, rows.split(counts), strict=True)
     ]
     grouped = torch.cat(outputs) if outputs else rows  # [T*k, H]
-    return combine_slots(grouped, order, weights.detach(), tokens)
+    return combine_slots(grouped, order, weights, tokens)
 
 
 def _check_shapes(x, expert_ids, weights, w13_packed, w2_packed, fmt: str) -> None:

@@ -1,61 +1,89 @@
-"""Per-expert low-rank sums on rows sorted by expert (LoRA, 2106.09685), as three products that all passes are made of.
+"""Per-expert low-rank sums on rows sorted by expert (LoRA, 2106.09685), as products that both passes are made of.
 
-forward   low = x A^T;  y += s low B^T
-backward  dlow = s dy B;  dx += dlow A;  dA = dlow^T x;  dB = s dy^T low
-so `project` [R, K] -> [R, r], `expand` [R, r] -> += [R, N], and `outer` sums x^T low over an expert's rows. Each reads
-or writes the wide matrix once. Matrices are given as views: nothing is transposed in memory.
+forward   low = s x A^T;  y += low B^T
+backward  dlow = s dy B;  dx += dlow A;  dA = dlow^T x;  dB = dy^T low
+`project` makes low and dlow, of x and dy while they are gathered. `outer` sums wide^T narrow over an expert's rows. The
+sums onto y and dx happen inside the grouped products (grouped.LowRank) or, where there is none to do it, in `expand`.
 
-Shape letters: R rows, E experts, K wide columns, r rank.
+`project` splits the columns into chunks that programs sum in parallel, with a gathered chunk small enough for L2; the
+chunks are added in order. Ranks are padded to 16, 32, 64 or 128 by `padded`.
+
+Shape letters: T tokens, k slots, R rows, E experts, K wide columns, r padded rank, P adapters of the same rows.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from orbit_kernels.routing import Routing, Tiles, row_tiles
+from orbit_kernels.fragments import in_fragment_order, settled
+from orbit_kernels.routing import Routing, Tiles
 
 ROWS = 64
+CHUNK = 1024
+
+
+def padded_rank(*ranks: int) -> int:
+    """The rank that matrices of these are padded to."""
+    return max(16, triton.next_power_of_2(max(ranks)))
+
+
+def padded(matrix: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    """The matrix with dimension `dim` of [E, r, K] or [E, N, r] padded with zeros to `rank`."""
+    spare = rank - matrix.shape[dim]
+    return F.pad(matrix, (0, spare) if dim == 2 else (0, 0, 0, spare)) if spare else matrix.contiguous()
 
 
 def project(
     x: torch.Tensor,
-    matrix: torch.Tensor,
+    matrices: list[torch.Tensor],
+    scalings: list[float],
     routing: Routing,
+    tiles: Tiles,
+    *,
     gather: bool = False,
-    scaling: float = 1.0,
-    tiles: Tiles | None = None,
+    wide_parts: bool = False,
+    ordered: bool = False,
+    transposed: bool = False,
+    out: torch.Tensor | None = None,
+    in_order: bool = False,
 ) -> torch.Tensor:
-    """low [R, r] = scaling * x[row] M_e, M [E, K, r] a view; x [R, K] (strided rows) or [T, K] with `gather`."""
-    tiles = tiles or row_tiles(routing.offsets, routing.rows, ROWS)
-    experts, columns, rank = matrix.shape
-    out = x.new_empty(routing.rows, rank)
-    if routing.rows:
-        _project[(tiles.expert.numel(),)](
-            x, matrix, out, routing.order, routing.position.shape[1], tiles.expert, tiles.start, tiles.count,
-            routing.offsets, columns, rank, x.stride(0), *matrix.stride(), scaling,
-            GATHER=gather, RANK=_padded(rank), STEP=min(128, triton.next_power_of_2(columns)), ROWS=ROWS,
-        )  # fmt: skip
-    return out
+    """low [R, P r], part p = scalings[p] * x[row] A_p^T, for A_p [E, r, K], or [E, K, r] if `transposed`.
+
+    x is [R, K], or [T, K] with `gather`, or [R, P K] with `wide_parts`, a part for each A_p; `ordered` if its columns
+    are in `fragment_order`. `out` [R, K] receives the rows of x, `in_order` as `permute.gather_rows` does.
+    """
+    parts = len(matrices)
+    rank = matrices[0].shape[2 if transposed else 1]
+    columns = x.shape[1] // (parts if wide_parts else 1)
+    if routing.rows == 0:
+        return x.new_empty(0, parts * rank)
+    count = triton.cdiv(columns, CHUNK)
+    partial = torch.empty(count, routing.rows, parts * rank, dtype=torch.float32, device=x.device)
+    _project[(tiles.expert.numel(), count * (parts if wide_parts else 1))](
+        x, matrices[0], matrices[-1], out, partial, routing.order, routing.position.shape[1], tiles.expert,
+        tiles.start, tiles.count, routing.offsets, routing.rows, columns, x.shape[1],
+        GATHER=gather, WIDE_PARTS=wide_parts, ORDERED=ordered, TRANSPOSED=transposed, WRITE=out is not None,
+        IN_ORDER=in_order, PARTS=parts, RANK=rank, STEP=min(128, max(32, triton.next_power_of_2(columns))),
+        CHUNK=CHUNK, ROWS=tiles.size, ASM=x.dtype == torch.bfloat16, num_warps=4 if rank <= 32 else 8,
+    )  # fmt: skip
+    low = x.new_empty(routing.rows, parts * rank)
+    _add[(triton.cdiv(low.numel(), 1024),)](
+        partial, low, low.numel(), parts * rank, scalings[0], scalings[-1], COUNT=count, PARTS=parts, SIZE=1024
+    )
+    return low
 
 
-def expand(
-    low: torch.Tensor,
-    matrix: torch.Tensor,
-    routing: Routing,
-    out: torch.Tensor,
-    scaling: float = 1.0,
-    tiles: Tiles | None = None,
-) -> None:
-    """out [R, N] += scaling * low[row] M_e with low [R, r], M [E, r, N] views; rows may be strided."""
-    tiles = tiles or row_tiles(routing.offsets, routing.rows, ROWS)
-    experts, rank, columns = matrix.shape
+def expand(low: torch.Tensor, matrix: torch.Tensor, routing: Routing, out: torch.Tensor, tiles: Tiles) -> None:
+    """out [R, N] += low[row] M_e with low [R, r], M [E, r, N] views; rows may be strided."""
+    _, rank, columns = matrix.shape
     if routing.rows:
         width = min(128, triton.next_power_of_2(columns))
         _expand[(tiles.expert.numel(), triton.cdiv(columns, width))](
-            low, matrix, out, tiles.expert, tiles.start, tiles.count, routing.offsets, columns, rank, low.stride(0),
-            out.stride(0), *matrix.stride(), scaling, RANK=_padded(rank), WIDTH=width, ROWS=ROWS,
+            low, matrix, out, tiles.expert, tiles.start, tiles.count, routing.offsets, columns, low.stride(0),
+            out.stride(0), *matrix.stride(), RANK=rank, WIDTH=width, ROWS=ROWS,
         )  # fmt: skip
 
 
@@ -63,66 +91,119 @@ def outer(
     x: torch.Tensor,
     low: torch.Tensor,
     routing: Routing,
-    dtype: torch.dtype,
+    shapes: list[torch.Size],
+    *,
     gather: bool = False,
-    scaling: float = 1.0,
+    wide_parts: bool = False,
     transpose: bool = False,
-) -> torch.Tensor:
-    """[E, K, r] in `dtype`: scaling times the sum over an expert's rows of x[row]^T low[row]; zero without rows.
+    weights: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """For each p: the sum over an expert's rows of x[row]^T low_p[row], [E, K, r], or [E, r, K] if `transpose`.
 
-    With `transpose` the same as [E, r, K].
+    low_p are P = len(shapes) equal parts of low's columns; with `wide_parts` so are those of x. x is [R, K], or [T, K]
+    with `gather`. low counts times `weights` [R]. Results have the given shapes, whose ranks may be smaller than the
+    padded one; zero without rows.
     """
-    columns, rank = x.shape[1], low.shape[1]
-    shape = (routing.experts, rank, columns) if transpose else (routing.experts, columns, rank)
-    out = torch.empty(shape, dtype=dtype, device=x.device)
-    strides = (1, columns) if transpose else (rank, 1)
-    width = min(128, triton.next_power_of_2(columns))
-    _outer[(triton.cdiv(columns, width), routing.experts)](
-        x, low, out, routing.order, routing.position.shape[1], routing.offsets, columns, rank, x.stride(0),
-        low.stride(0), *strides, scaling, GATHER=gather, RANK=_padded(rank), WIDTH=width, ROWS=ROWS,
+    parts = len(shapes)
+    rank = low.shape[1] // parts
+    columns = x.shape[1] // (parts if wide_parts else 1)
+    narrow = rank if wide_parts else rank * parts
+    outs = [x.new_empty(shape) for shape in shapes]
+    ranks = [shape[1 if transpose else 2] for shape in shapes]
+    width = min(max(64, 8192 // narrow), 128 if gather else 256, max(64, triton.next_power_of_2(columns)))
+    slabs = triton.cdiv(columns, width)
+    _outer[(min(4, slabs), routing.experts, triton.cdiv(slabs, 4) * (parts if wide_parts else 1))](
+        x, low, weights, outs[0], outs[-1], routing.order, routing.position.shape[1], routing.offsets, columns,
+        ranks[0], ranks[-1], x.stride(0), low.stride(0),
+        GATHER=gather, WIDE_PARTS=wide_parts, WEIGHTED=weights is not None, TRANSPOSE=transpose, NARROW=narrow,
+        RANK=rank, WIDTH=width, ROWS=32,
+        num_warps=4 if width * narrow <= 8192 else 8,
     )  # fmt: skip
-    return out
+    return outs
 
 
 def project_reference(x: torch.Tensor, matrix: torch.Tensor, routing: Routing, gather: bool = False) -> torch.Tensor:
-    """`project` in PyTorch; `expand` and `outer` are its transposes, so autograd through it checks all three."""
+    """x[row] M_e for M [E, K, r] in PyTorch; `expand` and `outer` are its transposes, so autograd checks all three."""
     rows = x[routing.order.long() // routing.position.shape[1]] if gather else x
     counts = routing.offsets.diff().tolist()
     return torch.cat([own @ m.to(own.dtype) for own, m in zip(rows.split(counts), matrix, strict=True)])
 
 
-def _padded(rank: int) -> int:
-    return max(16, triton.next_power_of_2(rank))
-
-
 @triton.jit
 def _project(
-    x, matrix, out, order, slots, tile_expert, tile_start, tile_count, offsets, columns, rank, x_stride, m_expert,
-    m_column, m_rank, scaling, GATHER: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    x, matrix, matrix2, rows_out, partial, order, slots, tile_group, tile_start, tile_count, offsets, rows, columns,
+    x_stride,
+    GATHER: tl.constexpr, WIDE_PARTS: tl.constexpr, ORDERED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    WRITE: tl.constexpr, IN_ORDER: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if tile < tl.load(tile_count):
-        expert = tl.load(tile_expert + tile)
-        row = tl.load(tile_start + tile) + tl.arange(0, ROWS)
-        live = row < tl.load(offsets + expert + 1)
-        source = tl.load(order + row, mask=live, other=0) // slots if GATHER else row
-        r = tl.arange(0, RANK)
-        own = matrix + expert.to(tl.int64) * m_expert + r[None, :] * m_rank
+        group = tl.load(tile_group + tile)
+        row = (tl.load(tile_start + tile) + tl.arange(0, ROWS))[:, None]
+        end = tl.load(offsets + group + 1)
+        source = tl.load(order + row, mask=row < end, other=0) // slots if GATHER else row
+        chunk = tl.program_id(1)
+        part = 0
+        own = matrix
+        if WIDE_PARTS:
+            part = chunk % PARTS
+            chunk = chunk // PARTS
+            own = matrix if part == 0 else matrix2
         acc = tl.zeros((ROWS, RANK), tl.float32)
-        for first in range(0, columns, STEP):
-            k = first + tl.arange(0, STEP)
-            place = x + source[:, None].to(tl.int64) * x_stride + k[None, :]
-            wide = tl.load(place, mask=live[:, None] & (k < columns)[None, :], other=0)
-            narrow = tl.load(own + k[:, None] * m_column, mask=(k < columns)[:, None] & (r < rank)[None, :], other=0)
-            acc = tl.dot(wide, narrow.to(wide.dtype), acc, input_precision="ieee")
-        place = out + row[:, None].to(tl.int64) * rank + r[None, :]
-        tl.store(place, (acc * scaling).to(out.dtype.element_ty), mask=live[:, None] & (r < rank)[None, :])
+        acc2 = tl.zeros((ROWS, RANK), tl.float32)
+        for first in range(chunk * CHUNK, tl.minimum(columns, (chunk + 1) * CHUNK), STEP):
+            column = first + tl.arange(0, STEP)[None, :]
+            live = (row < end) & (column < columns)
+            wide = tl.load(x + source.to(tl.int64) * x_stride + part * columns + column, mask=live, other=0)
+            narrow = _narrow(own, group, first, columns, ORDERED, TRANSPOSED, RANK, STEP).to(wide.dtype)
+            acc = settled(tl.dot(wide, narrow, acc, input_precision="ieee"), ASM)
+            if PARTS == 2 and not WIDE_PARTS:
+                narrow = _narrow(matrix2, group, first, columns, ORDERED, TRANSPOSED, RANK, STEP).to(wide.dtype)
+                acc2 = settled(tl.dot(wide, narrow, acc2, input_precision="ieee"), ASM)
+            if WRITE:
+                kept = in_fragment_order(wide) if IN_ORDER else wide
+                tl.store(rows_out + row.to(tl.int64) * columns + column, kept, mask=live)
+        place = (chunk.to(tl.int64) * rows + row) * (PARTS * RANK) + part * RANK + tl.arange(0, RANK)[None, :]
+        tl.store(partial + place, acc, mask=row < end)
+        if PARTS == 2 and not WIDE_PARTS:
+            tl.store(partial + place + RANK, acc2, mask=row < end)
+
+
+@triton.jit
+def _narrow(
+    matrix, group, first, columns,
+    ORDERED: tl.constexpr, TRANSPOSED: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """[STEP, RANK] of a group's matrix from column `first` on; with ORDERED in `fragment_order`."""
+    k = first + tl.arange(0, STEP)
+    r = tl.arange(0, RANK)
+    own = matrix + group.to(tl.int64) * RANK * columns
+    if TRANSPOSED:
+        tile = tl.load(own + k[:, None] * RANK + r[None, :], mask=(k < columns)[:, None], other=0)
+    else:
+        held = tl.load(own + r[:, None] * columns + k[None, :], mask=(k < columns)[None, :], other=0)
+        tile = (in_fragment_order(held) if ORDERED else held).T
+    return tile
+
+
+@triton.jit
+def _add(
+    partial, out, size, width, scaling, scaling2,
+    COUNT: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    total = tl.zeros((SIZE,), tl.float32)
+    for chunk in tl.static_range(COUNT):
+        total += tl.load(partial + tl.cast(size, tl.int64) * chunk + index, mask=index < size, other=0)
+    factor = tl.where(index % width < width // PARTS, scaling, scaling2)
+    tl.store(out + index, (total * factor).to(out.dtype.element_ty), mask=index < size)
 
 
 @triton.jit
 def _expand(
-    low, matrix, out, tile_expert, tile_start, tile_count, offsets, columns, rank, low_stride, out_stride, m_expert,
-    m_rank, m_column, scaling, RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    low, matrix, out, tile_expert, tile_start, tile_count, offsets, columns, low_stride, out_stride, m_expert, m_rank,
+    m_column, RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if tile < tl.load(tile_count):
@@ -131,11 +212,10 @@ def _expand(
         live = (row < tl.load(offsets + expert + 1))[:, None]
         r = tl.arange(0, RANK)
         n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-        place = low + row[:, None].to(tl.int64) * low_stride + r[None, :]
-        narrow = tl.load(place, mask=live & (r < rank)[None, :], other=0)
+        narrow = tl.load(low + row[:, None].to(tl.int64) * low_stride + r[None, :], mask=live, other=0)
         place = matrix + expert.to(tl.int64) * m_expert + r[:, None] * m_rank + n[None, :] * m_column
-        own = tl.load(place, mask=(r < rank)[:, None] & (n < columns)[None, :], other=0)
-        acc = tl.dot(narrow, own.to(narrow.dtype), input_precision="ieee") * scaling
+        own = tl.load(place, mask=(n < columns)[None, :], other=0)
+        acc = tl.dot(narrow, own.to(narrow.dtype), input_precision="ieee")
         place = out + row[:, None].to(tl.int64) * out_stride + n[None, :]
         live = live & (n < columns)[None, :]
         before = tl.load(place, mask=live, other=0).to(tl.float32)
@@ -144,22 +224,43 @@ def _expand(
 
 @triton.jit
 def _outer(
-    x, low, out, order, slots, offsets, columns, rank, x_stride, low_stride, o_column, o_rank, scaling,
-    GATHER: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    x, low, weights, out, out2, order, slots, offsets, columns, rank, rank2, x_stride, low_stride,
+    GATHER: tl.constexpr, WIDE_PARTS: tl.constexpr, WEIGHTED: tl.constexpr, TRANSPOSE: tl.constexpr,
+    NARROW: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
     end = tl.load(offsets + expert + 1)
-    k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    r = tl.arange(0, RANK)
-    acc = tl.zeros((WIDTH, RANK), tl.float32)
-    for first in range(tl.load(offsets + expert), end, ROWS):
-        row = first + tl.arange(0, ROWS)
-        live = (row < end)[:, None]
-        source = tl.load(order + row, mask=row < end, other=0) // slots if GATHER else row
-        place = x + source[:, None].to(tl.int64) * x_stride + k[None, :]
-        wide = tl.load(place, mask=live & (k < columns)[None, :], other=0)
-        place = low + row[:, None].to(tl.int64) * low_stride + r[None, :]
-        narrow = tl.load(place, mask=live & (r < rank)[None, :], other=0)
-        acc = tl.dot(wide.T, narrow, acc, input_precision="ieee")
-    place = out + expert.to(tl.int64) * columns * rank + k[:, None] * o_column + r[None, :] * o_rank
-    tl.store(place, (acc * scaling).to(out.dtype.element_ty), mask=(k < columns)[:, None] & (r < rank)[None, :])
+    part = 0
+    slab = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    if WIDE_PARTS:
+        half = tl.num_programs(2) // 2
+        part = tl.program_id(2) // half
+        slab -= part * half * tl.num_programs(0)
+    k = slab * WIDTH + tl.arange(0, WIDTH)
+    r = tl.arange(0, NARROW)
+    acc = tl.zeros((WIDTH, NARROW), tl.float32)
+    begin = tl.load(offsets + expert)
+    index = begin + tl.arange(0, ROWS)
+    source = tl.load(order + index, mask=index < end, other=0) // slots if GATHER else index
+    for first in range(begin, end, ROWS):
+        index = first + tl.arange(0, ROWS)
+        row = index[:, None]
+        live = (row < end) & (k < columns)[None, :]
+        wide = tl.load(x + source[:, None].to(tl.int64) * x_stride + part * columns + k[None, :], mask=live, other=0)
+        source = index + ROWS  # the next step's, asked for a step ahead: the copy of rows waits for the answer
+        if GATHER:
+            source = tl.load(order + source, mask=source < end, other=0) // slots
+        narrow = tl.load(low + row.to(tl.int64) * low_stride + part * RANK + r[None, :], mask=row < end, other=0)
+        if WEIGHTED:
+            weight = tl.load(weights + row, mask=row < end, other=0).to(tl.float32)
+            narrow = (narrow.to(tl.float32) * weight).to(narrow.dtype)
+        acc = tl.dot(wide.T, narrow.to(wide.dtype), acc, input_precision="ieee")
+    first_part = (r < RANK) & (part == 0)
+    own_rank = tl.where(first_part, rank, rank2)[None, :]
+    inside = (r % RANK)[None, :]
+    place = inside * columns + k[:, None] if TRANSPOSE else k[:, None] * own_rank + inside
+    place += expert.to(tl.int64) * columns * own_rank
+    kept = (k < columns)[:, None] & (inside < own_rank)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept & first_part[None, :])
+    if (NARROW > RANK) | WIDE_PARTS:
+        tl.store(out2 + place, acc.to(out2.dtype.element_ty), mask=kept & (first_part[None, :] == 0))

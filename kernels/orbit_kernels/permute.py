@@ -16,33 +16,27 @@ from orbit_kernels.routing import Routing
 def gather_rows(
     x: torch.Tensor,
     routing: Routing,
-    weights: torch.Tensor | None = None,
     in_order: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """rows [R, K]: x [T, K] of each row's token, times its routing weight [T, k] if given.
+    """rows [R, K]: x [T, K] of each row's token.
 
     `in_order` writes the columns in `fragment_order`, as 4-bit products read them; K must be a multiple of 32 then.
     """
     columns, slots = x.shape[1], routing.position.shape[1]
     out = x.new_empty(routing.rows, columns) if out is None else out
     if routing.rows:
-        width = min(1024, max(32, triton.next_power_of_2(columns)))
-        _gather[(triton.cdiv(routing.rows, 4), triton.cdiv(columns, width))](
-            x, routing.order, weights, out, routing.rows, columns, slots,
-            WEIGHTED=weights is not None, IN_ORDER=in_order, ROWS=4, WIDTH=width,
-        )  # fmt: skip
+        # All rows of one range of columns before the next: each token is read k times, then from L2.
+        width = min(128, max(32, triton.next_power_of_2(columns)))
+        _gather[(triton.cdiv(routing.rows, 16), triton.cdiv(columns, width))](
+            x, routing.order, out, routing.rows, columns, slots, IN_ORDER=in_order, ROWS=16, WIDTH=width
+        )
     return out
 
 
-def gather_rows_reference(
-    x: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None, in_order: bool = False
-) -> torch.Tensor:
+def gather_rows_reference(x: torch.Tensor, routing: Routing, in_order: bool = False) -> torch.Tensor:
     """`gather_rows` in PyTorch."""
-    slots = routing.position.shape[1]
-    rows = x[routing.order.long() // slots]
-    if weights is not None:
-        rows = (rows.float() * weights.reshape(-1)[routing.order.long()].float().unsqueeze(1)).to(x.dtype)
+    rows = x[routing.order.long() // routing.position.shape[1]]
     return rows[:, fragment_order(x.shape[1], x.device)] if in_order else rows
 
 
@@ -69,17 +63,13 @@ def combine_rows_reference(rows: torch.Tensor, routing: Routing, weights: torch.
 
 @triton.jit
 def _gather(
-    x, order, weights, out, rows, columns, slots,
-    WEIGHTED: tl.constexpr, IN_ORDER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, order, out, rows, columns, slots, IN_ORDER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     live = (row < rows)[:, None] & (column < columns)[None, :]
     slot = tl.load(order + row, mask=row < rows, other=0)
     values = tl.load(x + (slot // slots)[:, None].to(tl.int64) * columns + column[None, :], mask=live, other=0)
-    if WEIGHTED:
-        factor = tl.load(weights + slot, mask=row < rows, other=0).to(tl.float32)
-        values = (values.to(tl.float32) * factor[:, None]).to(values.dtype)
     if IN_ORDER:
         values = in_fragment_order(values)
     tl.store(out + row[:, None].to(tl.int64) * columns + column[None, :], values, mask=live)
@@ -90,7 +80,7 @@ def _combine(rows, position, weights, out, columns, SLOTS: tl.constexpr, WEIGHTE
     token = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.float32)
-    for slot in range(SLOTS):
+    for slot in tl.static_range(SLOTS):  # unrolled, so that the loads of all slots are in flight together
         row = tl.load(position + token * SLOTS + slot).to(tl.int64)
         values = tl.load(rows + row * columns + column, mask=column < columns, other=0).to(tl.float32)
         if WEIGHTED:

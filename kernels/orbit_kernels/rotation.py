@@ -1,10 +1,12 @@
 """Per-expert block-diagonal rotations of rows sorted by expert (OFT, 2306.07280), with gradients for rows and blocks.
 
 y[r] = x[r] blockdiag(R_e) for the expert e of row r. The forward can take x in token order (it gathers while it reads)
-and can write the column order that a 4-bit product reads: it permutes the columns of R instead, for nothing.
+and can write the column order that a 4-bit product reads: it permutes the columns of R instead, for nothing. Of the
+down projection both passes compute SwiGLU on the way: they read h, and the gradient comes out as that of h.
+A slab of columns is multiplied as one matrix with zeros outside the blocks: the matrix unit has room, the memory not.
 Rotations of linears that all tokens share are a batched matrix product, which PyTorch does well.
 
-Shape letters: R rows, E experts, K columns, b block size, n = K / b blocks.
+Shape letters: T tokens, k slots, R rows, E experts, K columns, b block size, n = K / b blocks.
 """
 
 from __future__ import annotations
@@ -14,31 +16,37 @@ import triton
 import triton.language as tl
 
 from orbit_kernels.experts import rotate_blocks
-from orbit_kernels.fragments import fragment_order
-from orbit_kernels.routing import Routing
+from orbit_kernels.fragments import beside, fragment_order, in_fragment_order, settled
+from orbit_kernels.routing import Routing, Tiles, row_tiles
+from orbit_kernels.swiglu import activation, activation_slopes, load_hidden, store_hidden
 
 
 def rotate_rows(
     x: torch.Tensor,
     rotations: list[torch.Tensor],
     routing: Routing,
+    tiles: Tiles,
     *,
     gather: bool = False,
     in_order: bool = False,
 ) -> torch.Tensor:
     """y [P, R, K] for P = 1 or 2 rotations [E, n, b, b] of the same rows: x [R, K], or [T, K] with `gather`.
 
-    `in_order` as in `permute.gather_rows`. Blocks smaller than 32 are joined to blocks of 32 first.
+    `in_order` as in `permute.gather_rows`; tiles of 64 or 128 rows.
     """
-    wide = [_at_least_32(rotation) for rotation in rotations]
-    blocks, b = wide[0].shape[1], wide[0].shape[-1]
-    out = x.new_empty(len(wide), routing.rows, blocks * b)
-    if routing.rows:
-        _rotate[(triton.cdiv(blocks, _per_program(b)), routing.experts)](
-            x, wide[0], wide[-1], out, routing.order, routing.position.shape[1], routing.rows, routing.offsets, blocks,
-            GATHER=gather, IN_ORDER=in_order, TWO=len(wide) == 2, B=b, PER=_per_program(b), ROWS=_rows(routing),
-        )  # fmt: skip
-    return out
+    return _rotated(x, rotations, routing, tiles, gather, in_order, False, None)
+
+
+def rotate_hidden(
+    h: torch.Tensor,
+    rotation: torch.Tensor,
+    routing: Routing,
+    tiles: Tiles,
+    limit: float | None = None,
+    in_order: bool = False,
+) -> torch.Tensor:
+    """`rotate_rows` [R, K] of a = swiglu(h), h [R, 2 K]."""
+    return _rotated(h, [rotation], routing, tiles, False, in_order, True, limit)[0]
 
 
 def rotate_back(
@@ -48,16 +56,29 @@ def rotate_back(
 
     dx is the sum over P before its rounding; dR sums over an expert's rows and is zero for experts without any.
     """
-    wide = [_at_least_32(rotation) for rotation in rotations]
-    blocks, b = wide[0].shape[1], wide[0].shape[-1]
-    out = dy.new_empty(dy.shape[1:])
-    slopes = [torch.empty_like(rotation) for rotation in wide]
-    _back[(triton.cdiv(blocks, _per_program(b)), routing.experts)](
-        x, dy, wide[0], wide[-1], out, slopes[0], slopes[-1], routing.order, routing.position.shape[1], routing.rows,
-        routing.offsets, blocks,
-        GATHER=gather, TWO=len(wide) == 2, B=b, PER=_per_program(b), ROWS=32,
-    )  # fmt: skip
-    return out, [_narrow(slope, rotation) for slope, rotation in zip(slopes, rotations, strict=True)]
+    return _turned_back(x, dy, rotations, routing, gather, False, None, None, None)
+
+
+def rotate_hidden_back(
+    h: torch.Tensor,
+    dy: torch.Tensor,
+    rotation: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor,
+    limit: float | None = None,
+    dots: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dh [R, 2 K], dR) of `rotate_hidden` for weights[row] * dy, with dy [R, K] and weights [R].
+
+    `dots` float32 [n, R], n as `slabs`, receives the addends of <a, da> of each row (see `swiglu.swiglu_gradient`).
+    """
+    dh, (slope,) = _turned_back(h, dy.unsqueeze(0), [rotation], routing, False, True, weights, limit, dots)
+    return dh, slope
+
+
+def slabs(columns: int, block: int) -> int:
+    """Addends of `rotate_hidden_back`'s dots."""
+    return triton.cdiv(columns, max(32, block))
 
 
 def rotate_rows_reference(
@@ -75,106 +96,148 @@ def rotate_rows_reference(
     return y[..., fragment_order(y.shape[-1], y.device)] if in_order else y
 
 
-def _at_least_32(rotation: torch.Tensor) -> torch.Tensor:
-    """[E, n, b, b] with b >= 32: smaller blocks become the diagonal of larger ones."""
-    experts, blocks, b, _ = rotation.shape
-    if b >= 32:
-        return rotation.contiguous()
-    count = 32 // b
-    wide = rotation.new_zeros(experts, blocks // count, count, b, count, b)
-    wide.diagonal(dim1=2, dim2=4).copy_(rotation.view(experts, blocks // count, count, b, b).movedim(2, -1))
-    return wide.view(experts, blocks // count, 32, 32)
+# Shapes below: H200, Kimi-K2.6's experts, block 32, at means of 21 to 1365 rows an expert. A program takes SPAN columns
+# of a tile, or a group of slabs run together: they share pages of memory, and what is gathered stays in L2.
 
 
-def _narrow(slope: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """The part of a joined block's gradient that belongs to the blocks on its diagonal."""
-    b = rotation.shape[-1]
-    if b >= 32:
-        return slope
-    split = slope.view(slope.shape[0], slope.shape[1], 32 // b, b, 32 // b, b)
-    return split.diagonal(dim1=2, dim2=4).movedim(-1, 2).reshape(rotation.shape)
+def _crowded(routing: Routing) -> bool:
+    """Whether experts have so many rows that larger tiles and deeper pipelines pay; the numbers do not depend on it."""
+    return routing.rows > 128 * routing.experts
 
 
-def _per_program(b: int) -> int:
-    """Blocks of one program: 128 columns a row keep the copy in whole lines."""
-    return max(1, 128 // b)
+def _rotated(x, rotations, routing, tiles, gather, in_order, hidden, limit) -> torch.Tensor:
+    columns, b = rotations[0].shape[1] * rotations[0].shape[-1], rotations[0].shape[-1]
+    out = x.new_empty(len(rotations), routing.rows, columns)
+    if routing.rows:
+        width, span, stages = 64, 512, 3
+        if b == 128:
+            width, stages = 128, 2
+        elif _crowded(routing) and not hidden:
+            tiles = row_tiles(routing.offsets, routing.rows, 128)
+        elif b <= 32 and not hidden:
+            width, span, stages = 32, 256, 4
+        pair = [rotation.contiguous() for rotation in (rotations[0], rotations[-1])]
+        _rotate[(tiles.expert.numel(), triton.cdiv(columns, span))](
+            x, *pair, out, routing.order, routing.position.shape[1], routing.rows, tiles.expert, tiles.start,
+            tiles.count, routing.offsets, columns, limit or 0.0,
+            GATHER=gather, HIDDEN=hidden, CLAMPED=limit is not None, IN_ORDER=in_order, TWO=len(rotations) == 2, B=b,
+            WIDTH=width, SPAN=span, ROWS=tiles.size, num_warps=4, num_stages=stages,
+        )  # fmt: skip
+    return out
 
 
-def _rows(routing: Routing) -> int:
-    """Rows of a step: a program walks all rows of its expert, and half-empty steps would cost as much as full ones."""
-    return 64 if routing.rows > 48 * routing.experts else 32
+def _turned_back(x, dy, rotations, routing, gather, hidden, weights, limit, dots):
+    columns, b = rotations[0].shape[1] * rotations[0].shape[-1], rotations[0].shape[-1]
+    out = torch.empty_like(x) if hidden else dy.new_empty(dy.shape[1:])
+    slopes = [rotation.new_empty(rotation.shape) for rotation in rotations]
+    pair = [rotation.contiguous() for rotation in (rotations[0], rotations[-1])]
+    if b == 128:
+        width, rows, warps, stages, group = 128, 16, 8, 3, 2
+    elif hidden:
+        width, rows, warps, stages, group = max(32, b), 32, 2 if b <= 32 else 4, 3, 4
+    else:
+        width, rows, warps, stages, group = 64, 64, 4, 3 if _crowded(routing) else 2, 2
+    _back[(group, routing.experts, triton.cdiv(triton.cdiv(columns, width), group))](
+        x, dy, *pair, out, slopes[0], slopes[-1], routing.order, routing.position.shape[1], routing.rows,
+        routing.offsets, weights, dots, columns, limit or 0.0,
+        GATHER=gather, HIDDEN=hidden, CLAMPED=limit is not None, DOTS=dots is not None, TWO=len(rotations) == 2, B=b,
+        WIDTH=width, ROWS=rows, ASM=x.dtype == torch.bfloat16, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, slopes
+
+
+@triton.jit
+def _places(expert, first, columns, B: tl.constexpr, WIDTH: tl.constexpr):
+    """(offsets [WIDTH, WIDTH] into rotations of a slab from column `first` on, which of them lie in a block)."""
+    left = tl.arange(0, WIDTH)
+    right = tl.arange(0, WIDTH)
+    where = (expert.to(tl.int64) * columns + first + left)[:, None] * B + (right % B)[None, :]
+    return where, ((left // B)[:, None] == (right // B)[None, :]) & (first + left < columns)[:, None]
 
 
 @triton.jit
 def _rotate(
-    x, rotation, rotation2, out, order, slots, rows, offsets, blocks,
-    GATHER: tl.constexpr, IN_ORDER: tl.constexpr, TWO: tl.constexpr, B: tl.constexpr, PER: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, rotation, rotation2, out, order, slots, rows, tile_expert, tile_start, tile_count, offsets, columns, limit,
+    GATHER: tl.constexpr, HIDDEN: tl.constexpr, CLAMPED: tl.constexpr, IN_ORDER: tl.constexpr, TWO: tl.constexpr,
+    B: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(1)
-    end = tl.load(offsets + expert + 1)
-    width = blocks * B
-    block = tl.program_id(0) * PER + tl.arange(0, PER)
-    inside = tl.arange(0, B)
-    right = inside
-    if IN_ORDER:  # position s of a 32-group holds column 8 (s % 8 // 2) + s // 8 + 4 (s % 2)
-        slot = inside % 32
-        right = inside - slot + 8 * (slot % 8 // 2) + slot // 8 + 4 * (slot % 2)
-    where = (expert.to(tl.int64) * blocks + block)[:, None, None] * B * B + inside[None, :, None] * B
-    where += right[None, None, :]
-    known = (block < blocks)[:, None, None]
-    turn = tl.load(rotation + where, mask=known, other=0).to(x.dtype.element_ty)  # [PER, B, B]
-    turn2 = tl.load(rotation2 + where, mask=known, other=0).to(x.dtype.element_ty)
-    column = tl.program_id(0) * (PER * B) + tl.arange(0, PER * B)[None, :]
-    for first in range(tl.load(offsets + expert), end, ROWS):
-        row = (first + tl.arange(0, ROWS))[:, None]
-        live = (row < end) & (column < width)
+    tile = tl.program_id(0)
+    if tile < tl.load(tile_count):
+        expert = tl.load(tile_expert + tile)
+        row = (tl.load(tile_start + tile) + tl.arange(0, ROWS))[:, None]
+        end = tl.load(offsets + expert + 1)
         source = tl.load(order + row, mask=row < end, other=0) // slots if GATHER else row
-        own = tl.load(x + source.to(tl.int64) * width + column, mask=live, other=0)
-        own = own.reshape(ROWS, PER, B).permute(1, 0, 2)  # [PER, ROWS, B]
-        y = tl.dot(own, turn, input_precision="ieee").to(out.dtype.element_ty)
-        place = row.to(tl.int64) * width + column
-        tl.store(out + place, y.permute(1, 0, 2).reshape(ROWS, PER * B), mask=live)
-        if TWO:
-            y = tl.dot(own, turn2, input_precision="ieee").to(out.dtype.element_ty)
-            place = (rows + row.to(tl.int64)) * width + column
-            tl.store(out + place, y.permute(1, 0, 2).reshape(ROWS, PER * B), mask=live)
+        start = tl.program_id(1) * SPAN
+        for first in range(start, tl.minimum(columns, start + SPAN), WIDTH):
+            column = first + tl.arange(0, WIDTH)[None, :]
+            live = (row < end) & (column < columns)
+            if HIDDEN:
+                gate, up = load_hidden(x, row, column, columns, live)
+                own = activation(gate, up, limit, CLAMPED).to(x.dtype.element_ty)
+            else:
+                own = tl.load(x + source.to(tl.int64) * columns + column, mask=live, other=0)
+            where, known = _places(expert, first, columns, B, WIDTH)
+            turn = tl.load(rotation + where, mask=known, other=0).to(own.dtype)
+            y = tl.dot(own, turn, input_precision="ieee").to(out.dtype.element_ty)
+            place = row.to(tl.int64) * columns + column
+            tl.store(out + place, in_fragment_order(y) if IN_ORDER else y, mask=live)
+            if TWO:
+                turn = tl.load(rotation2 + where, mask=known, other=0).to(own.dtype)
+                y = tl.dot(own, turn, input_precision="ieee").to(out.dtype.element_ty)
+                place = (rows + row.to(tl.int64)) * columns + column
+                tl.store(out + place, in_fragment_order(y) if IN_ORDER else y, mask=live)
 
 
 @triton.jit
 def _back(
-    x, dy, rotation, rotation2, out, slope, slope2, order, slots, rows, offsets, blocks,
-    GATHER: tl.constexpr, TWO: tl.constexpr, B: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr,
+    x, dy, rotation, rotation2, out, slope, slope2, order, slots, rows, offsets, weights, dots, columns, limit,
+    GATHER: tl.constexpr, HIDDEN: tl.constexpr, CLAMPED: tl.constexpr, DOTS: tl.constexpr, TWO: tl.constexpr,
+    B: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
-    end = tl.load(offsets + expert + 1)
-    width = blocks * B
-    block = tl.program_id(0) * PER + tl.arange(0, PER)
-    inside = tl.arange(0, B)
-    where = (expert.to(tl.int64) * blocks + block)[:, None, None] * B * B + inside[None, :, None] * B
-    where += inside[None, None, :]
-    known = (block < blocks)[:, None, None]
-    turn = tl.load(rotation + where, mask=known, other=0).to(dy.dtype.element_ty).permute(0, 2, 1)
-    turn2 = tl.load(rotation2 + where, mask=known, other=0).to(dy.dtype.element_ty).permute(0, 2, 1)
-    acc = tl.zeros((PER, B, B), tl.float32)
-    acc2 = tl.zeros((PER, B, B), tl.float32)
-    column = tl.program_id(0) * (PER * B) + tl.arange(0, PER * B)[None, :]
-    for first in range(tl.load(offsets + expert), end, ROWS):
-        row = (first + tl.arange(0, ROWS))[:, None]
-        live = (row < end) & (column < width)
-        source = tl.load(order + row, mask=row < end, other=0) // slots if GATHER else row
-        own = tl.load(x + source.to(tl.int64) * width + column, mask=live, other=0)
-        own = own.reshape(ROWS, PER, B).permute(1, 2, 0)  # [PER, B, ROWS]
-        place = row.to(tl.int64) * width + column
-        d = tl.load(dy + place, mask=live, other=0).reshape(ROWS, PER, B).permute(1, 0, 2)  # [PER, ROWS, B]
-        acc = tl.dot(own, d, acc, input_precision="ieee")
-        dx = tl.dot(d, turn, input_precision="ieee")
+    begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    number = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    slab = number * WIDTH
+    if slab < columns:
+        where, known = _places(expert, slab, columns, B, WIDTH)
+        turn = tl.load(rotation + where, mask=known, other=0).to(dy.dtype.element_ty).T
+        turn2 = tl.load(rotation2 + where, mask=known, other=0).to(dy.dtype.element_ty).T if TWO else turn
+        acc = tl.zeros((WIDTH, WIDTH), tl.float32)
+        acc2 = tl.zeros((WIDTH, WIDTH), tl.float32)
+        column = slab + tl.arange(0, WIDTH)[None, :]
+        index = begin + tl.arange(0, ROWS)
+        source = tl.load(order + index, mask=index < end, other=0) // slots if GATHER else index
+        for first in range(begin, end, ROWS):
+            index = first + tl.arange(0, ROWS)
+            row = index[:, None]
+            live = (row < end) & (column < columns)
+            place = row.to(tl.int64) * columns + column
+            d = tl.load(dy + place, mask=live, other=0)
+            dx = tl.dot(d, turn, input_precision="ieee")
+            if HIDDEN:
+                gate, up = load_hidden(x, row, column, columns, live)
+                gate, up = beside(gate, dx, ASM), beside(up, dx, ASM)
+                a = activation(gate, up, limit, CLAMPED)
+                if DOTS:
+                    to = dots + number.to(tl.int64) * rows + index
+                    tl.store(to, tl.sum(a * dx, 1), mask=index < end)
+                weight = tl.load(weights + row, mask=row < end, other=0).to(tl.float32)
+                own = (a * weight).to(dy.dtype.element_ty)
+                d_gate, d_up = activation_slopes(gate, up, dx * weight, limit, CLAMPED)
+                store_hidden(out, row, column, columns, live, d_gate, d_up)
+            else:
+                own = tl.load(x + source[:, None].to(tl.int64) * columns + column, mask=live, other=0)
+                # Where the next step's rows lie is asked for a step ahead: the copy of rows waits for the answer.
+                source = index + ROWS
+                if GATHER:
+                    source = tl.load(order + source, mask=source < end, other=0) // slots
+            acc = settled(tl.dot(own.T, d, acc, input_precision="ieee"), ASM and (B > 64 or not TWO))
+            if TWO:
+                d = tl.load(dy + (rows + row.to(tl.int64)) * columns + column, mask=live, other=0)
+                acc2 = settled(tl.dot(own.T, d, acc2, input_precision="ieee"), ASM and B > 64)
+                dx = tl.dot(d, turn2, dx, input_precision="ieee")
+            if not HIDDEN:
+                tl.store(out + place, dx.to(out.dtype.element_ty), mask=live)
+        tl.store(slope + where, acc.to(slope.dtype.element_ty), mask=known)
         if TWO:
-            second = (rows + row.to(tl.int64)) * width + column
-            d = tl.load(dy + second, mask=live, other=0).reshape(ROWS, PER, B).permute(1, 0, 2)
-            acc2 = tl.dot(own, d, acc2, input_precision="ieee")
-            dx = tl.dot(d, turn2, dx, input_precision="ieee")
-        tl.store(out + place, dx.to(out.dtype.element_ty).permute(1, 0, 2).reshape(ROWS, PER * B), mask=live)
-    tl.store(slope + where, acc.to(slope.dtype.element_ty), mask=known)
-    if TWO:
-        tl.store(slope2 + where, acc2.to(slope2.dtype.element_ty), mask=known)
+            tl.store(slope2 + where, acc2.to(slope2.dtype.element_ty), mask=known)

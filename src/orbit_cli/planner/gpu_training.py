@@ -174,7 +174,7 @@ class Moments:
         )
 
     def _expert_rows(self) -> int:
-        """Numbers of one row in the largest moment of the experts' gradient (`expert_layer._Layer.gradients`)."""
+        """Numbers of one row in the largest moment of the experts' gradient (`expert_passes.Passes.gradients`)."""
         if not self.shape.experts:
             return 0
         hidden, width, adapter = self.shape.hidden, self.shape.activations.expert_width, self.config.adapter

@@ -11,7 +11,7 @@ from orbit_kernels.grouped import PackedExperts
 
 EXPERTS, SLOTS, BLOCK, RANK = 4, 2, 32, 8
 HIDDEN, INTER, TOKENS = (64, 64, 5) if INTERPRETED else (1536, 512, 150)
-KINDS = ("small_oft", "gate_only", "both") + (() if INTERPRETED else ("none", "oft", "lora"))
+KINDS = ("small_oft", "up_low", "both", "lora") + (() if INTERPRETED else ("none", "oft", "gate_only", "mixed"))
 FORMATS = ("fp8",) if INTERPRETED else ("mxfp4", "nvfp4", "fp8", "bf16")  # the products have tests of their own
 
 
@@ -46,14 +46,20 @@ def rotations(inputs: int, block: int) -> torch.Tensor:
 
 def build_adapter(kind: str) -> ExpertAdapters | None:
     def stack(inputs: int, outputs: int) -> StackedAdapter:
-        turn = rotations(inputs, 16 if kind == "small_oft" else BLOCK) if kind != "lora" else None
-        low = (leaf(EXPERTS, RANK, inputs), leaf(EXPERTS, outputs, RANK)) if kind in ("lora", "both") else (None, None)
+        turn = rotations(inputs, 16 if kind == "small_oft" else BLOCK) if kind not in ("lora", "up_low") else None
+        has_low = kind in ("lora", "both", "up_low")
+        low = (leaf(EXPERTS, RANK, inputs), leaf(EXPERTS, outputs, RANK)) if has_low else (None, None)
         return StackedAdapter(rotation=turn, lora_a=low[0], lora_b=low[1], scaling=1.5)
 
     if kind == "none":
         return None
     if kind == "gate_only":
         return ExpertAdapters(gate=stack(HIDDEN, INTER))
+    if kind == "up_low":
+        return ExpertAdapters(up=stack(HIDDEN, INTER))
+    if kind == "mixed":  # LoRA above, a rotation below
+        above, below = build_adapter("lora"), build_adapter("oft")
+        return ExpertAdapters(gate=above.gate, up=above.up, down=below.down)
     return ExpertAdapters(gate=stack(HIDDEN, INTER), up=stack(HIDDEN, INTER), down=stack(INTER, HIDDEN))
 
 
@@ -88,8 +94,10 @@ def random_input():
 
 def reference(x, ids, weights, w13, w2, adapter):
     return frozen_experts(
-        x, ids, weights, w13.packed, w13.scale, w2.packed, w2.scale, w13.fmt, adapter, w13.global_scale, w2.global_scale
-    )
+        x, ids, weights, w13.packed, w13.scale, w2.packed, w2.scale, w13.fmt, adapter,
+        w13.global_scale, w2.global_scale,
+        routing_gradient=True,
+    )  # fmt: skip
 
 
 CASES = [(kind, "int4") for kind in KINDS] + [("both", fmt) for fmt in FORMATS]
@@ -103,10 +111,12 @@ def test_values_and_gradients_against_the_reference(kind, fmt):
     x, ids, weights, dy = random_input()
     x.requires_grad_()
     x64 = x.detach().double().requires_grad_()
-    y = expert_layer(x, ids, weights, w13, w2, adapter)
-    found = torch.autograd.grad(y, [x, *tensors_of(adapter)], dy)
-    expected = reference(x64, ids, weights.double(), w13, w2, wide)
-    wanted = torch.autograd.grad(expected, [x64, *tensors_of(wide)], dy.double())
+    weights.requires_grad_()
+    weights64 = weights.detach().double().requires_grad_()
+    y = expert_layer(x, ids, weights, w13, w2, adapter, routing_gradient=True)
+    found = torch.autograd.grad(y, [x, weights, *tensors_of(adapter)], dy)
+    expected = reference(x64, ids, weights64, w13, w2, wide)
+    wanted = torch.autograd.grad(expected, [x64, weights64, *tensors_of(wide)], dy.double())
     assert relative_error(y, expected.detach()) < tolerance(4)
     for actual, exact in zip(found, wanted, strict=True):
         assert actual.shape == exact.shape and relative_error(actual, exact) < tolerance(6)
@@ -173,7 +183,7 @@ def test_the_operator_has_a_fake_twin():
     stacks = [getattr(s, n) for s in (adapter.gate, adapter.up, adapter.down) for n in ("rotation", "lora_a", "lora_b")]
     arguments = (
         x, ids, weights, w13.packed, w13.scale, None, w2.packed, w2.scale, None, "int4",
-        *[t.detach().requires_grad_() for t in stacks], [1.5] * 3, None, False, 0,
+        *[t.detach().requires_grad_() for t in stacks], [1.5] * 3, None, False, 0, False,
     )  # fmt: skip
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.orbit_kernels.expert_layer.default, arguments, test_utils=tests)

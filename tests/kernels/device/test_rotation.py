@@ -4,8 +4,16 @@ import pytest
 import torch
 from kernel_device import DEVICE, DTYPE, INTERPRETED, relative_error, tolerance, values
 
-from orbit_kernels.rotation import rotate_back, rotate_rows, rotate_rows_reference
-from orbit_kernels.routing import route
+from orbit_kernels.rotation import (
+    rotate_back,
+    rotate_hidden,
+    rotate_hidden_back,
+    rotate_rows,
+    rotate_rows_reference,
+    slabs,
+)
+from orbit_kernels.routing import route, row_tiles
+from orbit_kernels.swiglu import swiglu_reference
 
 TOKENS, SLOTS, EXPERTS = (9, 2, 3) if INTERPRETED else (190, 2, 3)
 
@@ -17,15 +25,16 @@ def random_case(block: int, columns: int, count: int):
         torch.linalg.qr(torch.randn(EXPERTS, columns // block, block, block))[0].to(DTYPE).to(DEVICE)
         for _ in range(count)
     ]
-    return route(ids, EXPERTS), rotations
+    routing = route(ids, EXPERTS)
+    return routing, rotations, row_tiles(routing.offsets, TOKENS * SLOTS, 64)
 
 
-@pytest.mark.parametrize("block, columns", [(16, 96), (32, 160), (64, 128)])
+@pytest.mark.parametrize("block, columns", [(16, 96), (32, 160), (64, 128), (128, 128)])
 @pytest.mark.parametrize("count, gather", [(1, False), (2, True)])
 def test_values_and_gradients(block, columns, count, gather):
-    routing, rotations = random_case(block, columns, count)
+    routing, rotations, tiles = random_case(block, columns, count)
     x = values(TOKENS if gather else TOKENS * SLOTS, columns)
-    y = rotate_rows(x, rotations, routing, gather=gather)
+    y = rotate_rows(x, rotations, routing, tiles, gather=gather)
     wide, turns = x.double().requires_grad_(), [r.double().requires_grad_() for r in rotations]
     expected = rotate_rows_reference(wide, turns, routing, gather)
     assert relative_error(y, expected.detach()) < tolerance()
@@ -40,10 +49,29 @@ def test_values_and_gradients(block, columns, count, gather):
 
 
 def test_the_order_of_columns_that_products_read():
-    routing, rotations = random_case(32, 96, 1)
+    routing, rotations, tiles = random_case(32, 96, 1)
     x = values(TOKENS * SLOTS, 96)
-    y = rotate_rows(x, rotations, routing, in_order=True)
+    y = rotate_rows(x, rotations, routing, tiles, in_order=True)
     assert (
         relative_error(y, rotate_rows_reference(x.double(), [rotations[0].double()], routing, False, True))
         < tolerance()
     )
+
+
+@pytest.mark.parametrize("block, columns, limit", [(32, 96, None), (128, 128, 0.7)])
+def test_swiglu_on_the_way(block, columns, limit):
+    routing, (turn,), tiles = random_case(block, columns, 1)
+    rows = TOKENS * SLOTS
+    h, da, weights = values(rows, 2 * columns), values(rows, columns), torch.rand(rows, device=DEVICE)
+    wide, exact = h.double().requires_grad_(), turn.double().requires_grad_()
+    a = swiglu_reference(wide, limit)
+    for in_order in (False, True):
+        expected = rotate_rows_reference(a, [exact], routing, in_order=in_order)[0]
+        assert relative_error(rotate_hidden(h, turn, routing, tiles, limit, in_order), expected.detach()) < tolerance(2)
+    dots = torch.full((slabs(columns, block), rows), torch.nan, device=DEVICE)
+    dh, slope = rotate_hidden_back(h, da, turn, routing, weights, limit, dots)
+    expected = rotate_rows_reference(a, [exact], routing)[0]
+    wanted = torch.autograd.grad(expected, [wide, exact], da.double() * weights.double().unsqueeze(1))
+    assert relative_error(dh, wanted[0]) < tolerance(2)
+    assert relative_error(slope, wanted[1]) < tolerance(2)
+    assert relative_error(dots.sum(0), (expected.detach() * da.double()).sum(1)) < tolerance(2)
