@@ -1,5 +1,6 @@
 """Whole runs: a resumed run is what it would have been, a killed one loses nothing, a stopped one ends cleanly."""
 
+import json
 import os
 import signal
 import time
@@ -57,6 +58,23 @@ def test_ctrl_c_finishes_the_step_and_leaves_no_process(orbit):
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     newest = sorted((orbit.root / "stopped" / "checkpoints").glob("step_*"))[-1]
     assert newest.name == f"step_{len(rows):06d}"
+    time.sleep(1)
+    assert not _group_members(process.pid)
+
+
+def test_ctrl_c_while_the_engine_starts_acts_at_once(orbit):
+    process = orbit.start("train", "recipe=smoke_dense_oft", "run.name=early")
+    for line in process.stdout:
+        if "starting the SGLang engine" in line:
+            break
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    started = time.monotonic()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err[-3000:]
+    assert time.monotonic() - started < 10
+    assert err.strip() == "orbit: stopped before training began"
+    assert json.loads((orbit.root / "early" / "status.json").read_text())["state"] == "interrupted"
     time.sleep(1)
     assert not _group_members(process.pid)
 

@@ -46,6 +46,7 @@ def train(config: OrbitConfig) -> dict[str, Any]:
             frozen = model.checksum()
             recorder.held(model.memory())
             recorder.receipts(_adapted_rows(model), _facts(config, served, model, frozen))
+            stop.begin()
             train_loop(session)
             session.publisher.check_frozen(session.state.version)
             if model.checksum() != frozen:
