@@ -23,6 +23,7 @@ from orbit_cli.config.schema.learning import AlgorithmConfig, Correction, KLPlac
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.models.build import TrainerModel
 from orbit_cli.trainer.batch import Batch, make_batch, micro_batches, mini_batches
+from orbit_cli.trainer.heap import return_memory
 from orbit_cli.trainer.optimizer import learning_rate
 from orbit_cli.trainer.ranks import gather_over_ranks, own_share, sum_over_ranks
 from orbit_cli.types import Trajectory
@@ -91,15 +92,17 @@ def optimise(
             model.bank.materialize()
             model.bank.zero_grad()
             loss = 0.0
-            for micro_rows in micro_batches(
-                batch, own_share(_with_gradient(batch, rows, algorithm)), trainer.micro_batch_tokens
-            ):
+            split = micro_batches(batch, own_share(_with_gradient(batch, rows, algorithm)), trainer.micro_batch_tokens)
+            for number, micro_rows in enumerate(split):
+                if number:
+                    return_memory(model.device)
                 micro = batch.select(micro_rows)
                 logprobs, entropy = _forward(model, micro, config, with_entropy=True)
                 value, measured = _loss(micro, logprobs, entropy, divisor, config)
                 parts.append(measured)
                 value.backward()
                 loss += float(value.detach())
+                del logprobs, entropy, value
             losses.append(float(sum_over_ranks(torch.tensor(loss, dtype=torch.float64))))
             model.bank.pull_back()
             norms.append(_clip(model, trainer.max_grad_norm))
