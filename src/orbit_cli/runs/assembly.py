@@ -73,7 +73,8 @@ def serving(
 ) -> Iterator[Serving]:
     """Prepare the base, start the engine on it, and stop the engine at the end, whatever happens.
 
-    The trainer's model, if asked for, is built while the engine loads.
+    The trainer's model, if asked for, is built while the engine loads; on a GPU after it, since the engine sizes its
+    cache by what is free before and after its own base.
     The engine gets room for `adapter` as it was read from disk, else for the adapter that the config describes.
     `served_base` gives the engine another base folder than the trainer's; only sync-test does that, to see it fail.
     """
@@ -103,8 +104,11 @@ def serving(
     )
     try:
         engine.launch()
-        model = trainer_model(config, base, spec) if with_trainer else None
+        meanwhile = config.hardware.device is Device.cpu
+        model = trainer_model(config, base, spec) if with_trainer and meanwhile else None
         engine.start()
+        if with_trainer and not meanwhile:
+            model = trainer_model(config, base, spec)
         yield Serving(
             base=base,
             spec=spec,
