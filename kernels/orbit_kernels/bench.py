@@ -154,7 +154,7 @@ def measure(run: Run, case: Case, problem: Problem, peers: dict, tokens: int) ->
                 "bitsandbytes-like": paths.like_bitsandbytes,
             }  # fmt: skip
             calls |= {name: lambda own, f=f, pass_=pass_: f(problem, own, pass_) for name, f in slow.items()}
-            times += time_ms([functools.partial(calls[name], batch) for name in slow], rounds=3)
+            times += time_ms([functools.partial(calls[name], batch) for name in slow], rounds=2)
         for (name, call), ms in zip(calls.items(), times, strict=True):
             spare = transient(functools.partial(call, batch), batch.result_bytes(pass_))
             run.add(case, problem, batch, name, pass_, ms, resident[pass_], spare)
