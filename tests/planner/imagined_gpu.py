@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,9 +31,8 @@ from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.quantization.checkpoint import CheckpointReader
 from orbit_cli.trainer import logprobs
 from orbit_cli.trainer.optimizer import make_optimizer
-from orbit_kernels import expert_layer, grouped, linear, lora, permute, rotation, routing, swiglu
+from orbit_kernels import expert_layer, grouped, linear
 
-ROOMS = (expert_layer, grouped, lora, permute, rotation, routing, swiglu)
 OPERATORS = {"expert_layer": expert_layer._forward_operator, "expert_layer_gradient": expert_layer._gradient_operator}
 
 
@@ -46,6 +46,7 @@ class Step:
     series: int = 0  # at the largest while gradients go back through the rotations
     update: int = 0  # at the largest in the optimiser's step
     moments: int = 0  # what the optimiser's first step leaves
+    materialised: int = 0  # at the largest while rotations are built
 
     @property
     def peak(self) -> int:
@@ -88,6 +89,9 @@ def step(config: OrbitConfig, tokens: int, scored: int) -> Step:
         optimizer.step()
         found.update = counter.peak - before
         found.moments = counter.settle() - before
+        before = counter.settle()
+        model.bank.materialize()
+        found.materialised = counter.peak - before
     return found
 
 
@@ -137,12 +141,13 @@ class _Nothing:
 @contextlib.contextmanager
 def _imagined() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ROOMS:
-            for name in [name for name, value in vars(module).items() if isinstance(value, KernelInterface)]:
-                patch.setattr(module, name, _Nothing())
-        for name, product in (("grouped_forward", _forward), ("grouped_input_gradient", _gradient)):
-            patch.setattr(grouped, name, product)
-            patch.setattr(expert_layer, name, product)
+        products = {"grouped_forward": _forward, "grouped_input_gradient": _gradient}
+        for module in [module for name, module in sys.modules.items() if name.startswith("orbit_kernels.")]:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, KernelInterface):
+                    patch.setattr(module, name, _Nothing())
+                elif name in products:
+                    patch.setattr(module, name, products[name])
         patch.setattr(grouped, "unsupported", lambda weight: None)
         patch.setattr(linear, "_kernels_take", lambda x, *weight: linear._stacked(*weight))
         patch.setattr(F, "scaled_dot_product_attention", _attention)

@@ -187,5 +187,7 @@ def test_planned_peaks_have_the_columns_of_the_memory_record() -> None:
     allocated, reserved, used = (gpu["phases"]["rollout"][f"cuda0{kind}_gib"] for kind in kinds)
     assert reserved == pytest.approx(gpu["phases"]["train"]["cuda0_gib"])  # the training peak is kept while sampling
     assert allocated < reserved < used
+    built = 1 << 28  # four copies of the rotations' chunk of 2^24 numbers
+    assert gpu["phases"]["sync"]["cuda0_gib"] - allocated == pytest.approx(built / (1 << 30))
     sampled = planned_peaks(composed("recipe=smoke_moe_lora"), trains=False)
     assert set(sampled["phases"]) == {"rollout", "eval", "sync"} and sampled["parts"] == {}

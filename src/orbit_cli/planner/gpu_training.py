@@ -33,6 +33,7 @@ SERIES_CHUNK = 1 << 24  # numbers of rotations built at a time: adapters/parts.p
 TRIAL_BYTES = 1 << 30  # expert_path=fastest tries chunked.py's own budget once
 LOGIT_BYTES = 12  # of a logit: log-prob, its exponential and the product of both, float32
 DECODING_BYTES = 7  # of a weight while it is decoded: codes, float32 form and the compute dtype's copy
+SMALLEST_RANK = 16  # lora.py pads to it
 STEP = 32  # sizes that the kernels take are multiples of this
 
 
@@ -46,6 +47,12 @@ class Moments:
     lengths: Lengths
     sites: list[Site]  # what the adapter sits on
     dtype_bytes: int
+
+    def building(self) -> int:
+        """Bytes while rotations are built without gradients, as before every publish: four copies of a chunk."""
+        adapter = self.config.adapter
+        built = sum(site.multiplied(adapter) for site in self.sites) if adapter.kind is AdapterKind.oft else 0
+        return 4 * 4 * min(SERIES_CHUNK, built)
 
     def largest(self) -> tuple[str, list[Part]]:
         """The name of the moment that holds most, and its parts."""
@@ -113,11 +120,14 @@ class Moments:
         return -(-linears // self.shape.layers) * adapter.rank * self.dtype_bytes
 
     def _expert_low_ranks(self) -> int:
+        """LoRA on experts keeps x A^T of every row, in ranks padded to a power of two (`lora.padded_rank`)."""
         adapter = self.config.adapter
-        if adapter.kind is not AdapterKind.lora:
+        if adapter.kind is not AdapterKind.lora or not adapter.expert_targets:
             return 0
-        outer = len({"gate_proj", "up_proj"}.intersection(adapter.expert_targets))
-        return outer * adapter.rank * self.shape.experts_per_token * self.dtype_bytes
+        outer = 2 if {"gate_proj", "up_proj"}.intersection(adapter.expert_targets) else 0  # the other is zeros
+        rank = max(SMALLEST_RANK, 1 << (adapter.rank - 1).bit_length())
+        kept = outer + ("down_proj" in adapter.expert_targets)
+        return kept * rank * self.shape.experts_per_token * self.dtype_bytes
 
     def _mask(self, in_layer: bool) -> Part:
         """Pairs of tokens: the mask of shared prompts, a copy in the compute dtype per layer that is at work, and
@@ -165,13 +175,13 @@ class Moments:
         if expert:
             k = self.shape.experts_per_token
             widest, what = max((widest, what), (k * expert + 2 * hidden, f"{k} x {expert:,} + 2 x {hidden:,}"))
-        nbytes, gradients = tokens * widest * self.dtype_bytes, self._expert_gradients()
-        return _part(
-            "backward working set",
-            nbytes + 4 * gradients,
-            f"{tokens:,} tokens x ({what}) x {self.dtype_bytes} B"
-            + (f" + 4 B x {count(gradients)} gradients of one layer's expert adapters" if gradients else ""),
-        )
+        nbytes, formula = tokens * widest * self.dtype_bytes, f"{tokens:,} tokens x ({what}) x {self.dtype_bytes} B"
+        gradients = self._expert_gradients()
+        if gradients:
+            each = 4 if self.config.adapter.kind is AdapterKind.oft else self.dtype_bytes
+            nbytes += each * gradients
+            formula += f" + {each} B x {count(gradients)} gradients of one layer's expert adapters"
+        return _part("backward working set", nbytes, formula)
 
     def _expert_rows(self) -> int:
         """Numbers of one row in the largest moment of the experts' gradient (`expert_passes.Passes.gradients`)."""
@@ -182,22 +192,15 @@ class Moments:
             return max(hidden, 4 * width)
         turned = adapter.kind is AdapterKind.oft
         apart = turned and {"gate_proj", "up_proj"}.intersection(adapter.expert_targets)  # inputs of their own
-        down = "down_proj" in adapter.expert_targets
-        through_down = hidden + (3 if turned and down else 2 if down else 1) * width
+        activation = (4 if not turned and "down_proj" in adapter.expert_targets else 3) * width  # dh, da and LoRA's a
         through_outer = 2 * width + (3 * hidden if apart else hidden)
         if apart and self._chunks():
             through_outer += hidden  # chunked parts are joined by a copy
-        return max(3 * width, through_down, through_outer)
+        return max(hidden + width, activation, through_outer)
 
     def _expert_gradients(self) -> int:
-        """Numbers of one layer's expert adapters whose gradients leave the call before they are added up. LoRA's A of
-        gate and up are joined for it, and their gradients too."""
-        adapter = self.config.adapter
-        found = [site for site in self.sites if site.experts]
-        numbers = sum(site.multiplied(adapter) for site in found)
-        if adapter.kind is AdapterKind.lora:
-            outer = [site for site in found if ROLES[site.name] != "down_proj"]
-            numbers += 2 * sum(site.linears * site.inputs * adapter.rank for site in outer)
+        """Numbers of one layer's expert adapters, whose gradients leave the call before they are added up."""
+        numbers = sum(site.multiplied(self.config.adapter) for site in self.sites if site.experts)
         share = self.layout.trainer_share(Category.experts)
         return round(numbers * share / max(self.shape.activations.expert_layers, 1))
 
@@ -212,9 +215,9 @@ class Moments:
             widest = max(widest, *pair)
             named = f"{count(widest)} numbers of one expert x {DECODING_BYTES} B"
         nbytes = widest * DECODING_BYTES
-        budget = self._chunks() if experts else 0
-        if budget:  # two buffers of half the budget; the float32 form of one takes as much again
-            nbytes, named = max(nbytes, 2 * budget), f"2 x {budget:,} B: chunks of experts, one in its float32 form"
+        budget = self._chunks()
+        if budget > nbytes:
+            nbytes, named = budget, f"{budget:,} B: two chunks of experts, one decoded while one is multiplied"
         return _part("decoded weight", nbytes, named)
 
     def _chunks(self) -> int:
@@ -225,7 +228,8 @@ class Moments:
         budget = max(wanted, TRIAL_BYTES) if self.path is ExpertPath.fastest else wanted
         layers, share = self.shape.activations.expert_layers, self.layout.trainer_share(Category.experts)
         pair = [w.parameters * share / layers for w in self.shape.of(Category.experts) if ROLES[w.name] != "down_proj"]
-        return min(budget, round(self.dtype_bytes * sum(pair)))
+        layer = round(self.dtype_bytes * sum(pair))
+        return layer if 2 * layer <= budget else budget  # one buffer, or two of half the budget
 
     def _in_kernels(self, weight: Weight) -> bool:
         """Whether the grouped kernels multiply by this weight (`grouped.unsupported`)."""

@@ -17,6 +17,8 @@ from typing import Any
 
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.errors import OrbitError
+from orbit_cli.planner.adapters import sites
+from orbit_cli.planner.gpu_training import Moments
 from orbit_cli.planner.part import GIB, Side
 from orbit_cli.planner.plan import CACHED, CONTEXT, Phase, Plan, dtype_bytes, make_plan
 
@@ -32,6 +34,9 @@ def planned_peaks(config: OrbitConfig, *, trains: bool = True) -> dict[str, Any]
         return None
     by_name = {phase.name: phase for phase in plan.phases}
     phases = {ours: _columns(plan, by_name[theirs]) for ours, theirs in PHASES.items() if theirs in by_name}
+    if trains and plan.layout.on_gpu:
+        for index in range(plan.layout.trainer_gpus):
+            phases["sync"][f"cuda{index}_gib"] += _building(plan) / GIB
     return {"phases": phases, "parts": _parts(plan) if trains else {}}
 
 
@@ -47,6 +52,18 @@ def _columns(plan: Plan, phase: Phase) -> dict[str, float]:
         for index in range(plan.layout.trainer_gpus)
         for what, nbytes in columns.items()
     }
+
+
+def _building(plan: Plan) -> int:
+    """Before a version is published its rotations are built."""
+    return Moments(
+        config=plan.config,
+        model=plan.model,
+        layout=plan.layout,
+        lengths=plan.lengths,
+        sites=sites(plan.model.shape, plan.config.adapter),
+        dtype_bytes=dtype_bytes(plan.config),
+    ).building()
 
 
 def _parts(plan: Plan) -> dict[str, int]:
