@@ -174,6 +174,7 @@ def test_planned_peaks_have_the_columns_of_the_memory_record() -> None:
     cpu = planned_peaks(composed("recipe=smoke_moe_lora"))
     assert set(cpu["phases"]) == {"train", "rollout", "eval", "sync"}
     assert set(cpu["phases"]["train"]) == {"process_gib", "children_gib"}
+    assert "engine's processes" in cpu["about"]
     # What TrainerModel.memory() counts for this recipe; only the small rotary tables are not planned.
     assert cpu["parts"] == {
         "base_packed": 138_240,
@@ -184,6 +185,7 @@ def test_planned_peaks_have_the_columns_of_the_memory_record() -> None:
     gpu = planned_peaks(composed("model=kimi_k26", "hardware=b200x8"))
     kinds = ("", "_reserved", "_used")
     assert set(gpu["phases"]["train"]) == {f"cuda{index}{kind}_gib" for index in range(8) for kind in kinds}
+    assert "its parts cannot be told apart" in gpu["about"]
     allocated, reserved, used = (gpu["phases"]["rollout"][f"cuda0{kind}_gib"] for kind in kinds)
     assert reserved == pytest.approx(gpu["phases"]["train"]["cuda0_gib"])  # the training peak is kept while sampling
     assert allocated < reserved < used

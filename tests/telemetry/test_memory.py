@@ -57,7 +57,13 @@ def test_a_resumed_run_keeps_the_peaks(tmp_path: Path) -> None:
 def test_planned_stands_beside_measured(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     recorder = MemoryRecorder(path)
-    recorder.planned({"phases": {"train": {"process_gib": 0.5}, "eval": {"process_gib": 9.0}}, "parts": {"base": GIB}})
+    recorder.planned(
+        {
+            "phases": {"train": {"process_gib": 0.5}, "eval": {"process_gib": 9.0}},
+            "parts": {"base": GIB},
+            "about": "how",
+        }
+    )
     recorder.held({"base": 2 * GIB})
     with recorder.phase("train"):
         pass
@@ -70,6 +76,7 @@ def test_planned_stands_beside_measured(tmp_path: Path) -> None:
         "measured_gib": measured,
         "off_percent": pytest.approx(100 * (0.5 - measured) / measured),
     }
+    assert record["about"] == "how"
     assert record["parts"]["base"] == {"planned_gib": 1.0, "measured_gib": 2.0, "off_percent": -50.0}
 
 

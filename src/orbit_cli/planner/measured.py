@@ -7,8 +7,7 @@ adapter and gradients take in the trainer. On a GPU three figures of each phase 
     cuda0_reserved_gib  that and what its allocator kept (torch's reserved)
     cuda0_used_gib      all of the GPU that is not free: both processes, contexts, and whoever else is there
 
-The engine's parts lie in another process and cannot be told apart: the third less the second is the engine with both
-contexts.
+`about` says so in the record.
 """
 
 from __future__ import annotations
@@ -22,12 +21,24 @@ from orbit_cli.planner.gpu_training import Moments
 from orbit_cli.planner.part import GIB, Side
 from orbit_cli.planner.plan import CACHED, CONTEXT, Phase, Plan, dtype_bytes, make_plan
 
+ON_GPU = (
+    "cudaN_gib: tensors of this process at the peak; cudaN_reserved_gib: with what its allocator keeps; "
+    "cudaN_used_gib: all of the GPU that is not free at the end of the phase. The engine is in another process: its "
+    "parts cannot be told apart, the third less the second is the engine with both contexts. Lengths are planned at "
+    "their limits."
+)
+ON_CPU = (
+    "process_gib: resident memory of this process at the peak; children_gib: the engine's processes at the end of the "
+    "phase, shared pages counted in each. Their parts cannot be told apart, but for those under parts. Lengths are "
+    "planned at their limits."
+)
 # Phases of a run -> phases of a plan. A published adapter is proved by both sides in turn, as sampling does.
 PHASES = {"train": "train", "rollout": "rollout", "eval": "rollout", "sync": "rollout"}
 
 
 def planned_peaks(config: OrbitConfig, *, trains: bool = True) -> dict[str, Any] | None:
-    """{"phases": {phase: {column: GiB}}, "parts": {part: bytes}} for telemetry; None if it cannot be planned."""
+    """{"phases": {phase: {column: GiB}}, "parts": {part: bytes}, "about": text} for telemetry; None if it cannot be
+    planned."""
     try:
         plan = make_plan(config, trains=trains)
     except OrbitError:  # the run will say what is wrong with its model; its memory record does without a plan
@@ -37,7 +48,8 @@ def planned_peaks(config: OrbitConfig, *, trains: bool = True) -> dict[str, Any]
     if trains and plan.layout.on_gpu:
         for index in range(plan.layout.trainer_gpus):
             phases["sync"][f"cuda{index}_gib"] += _building(plan) / GIB
-    return {"phases": phases, "parts": _parts(plan) if trains else {}}
+    about = ON_GPU if plan.layout.on_gpu else ON_CPU
+    return {"phases": phases, "parts": _parts(plan) if trains else {}, "about": about}
 
 
 def _columns(plan: Plan, phase: Phase) -> dict[str, float]:

@@ -35,7 +35,7 @@ class MemoryRecorder:
         self._resettable = True
 
     def planned(self, peaks: dict[str, Any] | None) -> None:
-        """What was predicted: {"phases": {phase: {column: GiB}}, "parts": {part: bytes}}, or nothing."""
+        """What was predicted: {"phases": {phase: {column: GiB}}, "parts": {part: bytes}, "about": text}, or nothing."""
         if peaks is not None:
             self._planned = peaks
 
@@ -82,6 +82,7 @@ class MemoryRecorder:
                 name: beside(nbytes / GIB, self._held[name] / GIB if name in self._held else None)
                 for name, nbytes in self._planned["parts"].items()
             }
+            record["about"] = self._planned.get("about", "")
         write_json(self._path, record)
 
 
