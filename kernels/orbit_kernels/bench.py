@@ -6,7 +6,7 @@
     python -m orbit_kernels.bench --tables FILE    # the tables of a finished file as Markdown; needs no GPU
 
 Prints every row and rewrites the JSON after every size, so that a run that is cut keeps what it has. Random weights,
-activations and routing; medians; paths of one size in turn. A row: shape, format, tokens, path, pass, ms, ratio_bf16,
+activations and routing; medians. A row: shape, format, tokens, path, pass, ms, ratio_bf16,
 tflops, bandwidth_share, transient_bytes, graph (timed as replays of a CUDA graph, the sizes of decoding).
 
 pass      forward, gradient: the two products (w13, w2) alone; mlp: the whole MLP's forward as an engine runs it,
@@ -56,20 +56,28 @@ WRONG = 0.03
 """Relative difference to the kernels above which another's output is not the same computation in BF16."""
 
 
-def time_ms(calls: list[Callable[[], object]], rounds: int = 5, graph: bool = False) -> list[float]:
-    """Median milliseconds of each call. Taken in turn, so that a GPU that slows down under load slows all of them.
+def time_ms(calls: list[Callable[[], object]], rounds: int = 2, graph: bool = False) -> list[float]:
+    """Median milliseconds of each call, over `rounds` in which each is repeated by itself.
 
-    `graph` times replays of a CUDA graph, for calls that are shorter than their launches. Calls of which one is longer
-    than LONG are run `rounds` times each, others by Triton's do_bench, which clears the cache, in two rounds.
+    By itself, since a GPU at its power limit runs a call faster after one that drew less; in rounds, so that a GPU that
+    slows down slows all of them. `graph` times replays of a CUDA graph, for calls that are shorter than their launches;
+    calls of which one is longer than LONG are repeated three times, others as Triton's do_bench decides.
     """
     for call in calls:
         call()
-    if not graph and max(map(_once_ms, calls)) > LONG:
-        found = [[_once_ms(call) for call in calls] for _ in range(rounds)]
+    if graph:
+        one = functools.partial(do_bench_cudagraph, rep=20, return_mode="median")
+    elif max(map(_once_ms, calls)) > LONG:
+        one = _repeated_ms
     else:
-        one = functools.partial(do_bench_cudagraph, rep=20) if graph else functools.partial(do_bench, warmup=5, rep=25)
-        found = [[one(call, return_mode="median") for call in calls] for _ in range(2)]
+        one = functools.partial(do_bench, warmup=5, rep=25, return_mode="median")
+    found = [[one(call) for call in calls] for _ in range(rounds)]
     return [statistics.median(column) for column in zip(*found, strict=True)]
+
+
+def _repeated_ms(call: Callable[[], object]) -> float:
+    call()
+    return statistics.median(_once_ms(call) for _ in range(3))
 
 
 def _once_ms(call: Callable[[], object]) -> float:
@@ -154,7 +162,7 @@ def measure(run: Run, case: Case, problem: Problem, peers: dict, tokens: int) ->
                 "bitsandbytes-like": paths.like_bitsandbytes,
             }  # fmt: skip
             calls |= {name: lambda own, f=f, pass_=pass_: f(problem, own, pass_) for name, f in slow.items()}
-            times += time_ms([functools.partial(calls[name], batch) for name in slow], rounds=2)
+            times += time_ms([functools.partial(calls[name], batch) for name in slow], rounds=1)
         for (name, call), ms in zip(calls.items(), times, strict=True):
             spare = transient(functools.partial(call, batch), batch.result_bytes(pass_))
             run.add(case, problem, batch, name, pass_, ms, resident[pass_], spare)
@@ -213,21 +221,22 @@ def _bandwidth() -> float:
     )  # kHz, two bits a clock and wire
 
 
-def _about() -> dict:
+def _about(out: Path) -> dict:
+    arguments = [own for own in sys.argv[1:] if own not in ("--out", str(out))]
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout.split()
     return {
         "gpu": torch.cuda.get_device_name(), "driver": driver[0] if driver else None, "torch": torch.__version__,
         "triton": triton.__version__, "sglang": bench_sglang.version(), "date": str(datetime.date.today()),
-        "command": "python -m orbit_kernels.bench " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m orbit_kernels.bench", *arguments]),
     }  # fmt: skip
 
 
 def run_cases(cases: tuple[Case, ...], out: Path, seconds: float) -> None:
     """Measure the cases in their order into `out`; those that would begin after `seconds` are left out."""
     torch.manual_seed(0)
-    run = Run(out, _about(), [], [], time.monotonic())
+    run = Run(out, _about(out), [], [], time.monotonic())
     reason = bench_sglang.prepare() if any(case.peers for case in cases) else None
     if reason:
         run.leave_out(f"SGLang's Triton and Marlin experts: {reason}")

@@ -1,9 +1,10 @@
 """Grouped products by way of decoded weights, a bounded chunk of experts at a time: for devices or sizes where it wins.
 
 Experts are decoded into one of two buffers that together hold at most `budget` bytes while the other is multiplied on a
-second stream; experts without rows are passed over. The routing is read on the host once. This path is for GPUs whose
-matrix unit the kernels of grouped.py were not written for; it has not been timed against them yet, and `path="fastest"`
-of experts.py times both where it runs.
+second stream; experts without rows are passed over. The routing is read on the host once; beside the buffers there is
+the product of one chunk. This path is for GPUs and formats that the kernels of grouped.py were not written for. On an
+H200 (docs/benchmarks.md) the kernels take 0.2 to 0.7 of its time up to 16,384 tokens of INT4 or MXFP4 and about the
+same at 65,536; chunks win from 16,384 tokens on for NVFP4 and FP8, and `path="fastest"` of experts.py takes them there.
 
 Shape letters: R rows sorted by expert, E experts, N outputs, K inputs, C experts of a chunk.
 """

@@ -65,6 +65,14 @@ def test_layer_table_names_both_ratios():
     assert "| none | 5.00, 1.25 (1.25) |\n| OFT, block 32 | 6.00, 1.50 (1.50) |" in found
 
 
+@pytest.mark.parametrize("name", ["moe_h200.json", "moe_h200_repeated.json"])
+def test_the_document_says_what_the_data_say(name: str):
+    folder = Path(__file__).resolve().parents[2] / "docs"
+    text = (folder / "benchmarks.md").read_text()
+    for table in tables(json.loads((folder / "benchmarks" / name).read_text())).split("\n\n"):
+        assert table in text
+
+
 def small_problem() -> tuple[Problem, Batch]:
     """4 experts of hidden 64 and intermediate 32 in INT4, of which 3 have rows."""
     packed = [torch.zeros(4, 64, 32, dtype=torch.uint8), torch.zeros(4, 64, 16, dtype=torch.uint8)]
