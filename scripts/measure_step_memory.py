@@ -3,8 +3,9 @@
 
     python scripts/measure_step_memory.py model=tiny_moe [any override of orbit train] [--out memory.json]
 
-Every sample has rollout.max_prompt_tokens + rollout.max_new_tokens tokens and every group differs in its rewards, so
-micro-batches are as full as they can be. No engine is started. Prints what `orbit train` writes into memory.json.
+Responses have rollout.max_new_tokens tokens, prompts the length with which the most tokens share a micro-batch (what a
+plan counts), and every group differs in its rewards. No engine is started. Prints what `orbit train` writes into
+memory.json.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from orbit_cli.adapters.spec import spec_from_config
 from orbit_cli.config.compose import compose
 from orbit_cli.config.schema.root import OrbitConfig
+from orbit_cli.planner.lengths import lengths
 from orbit_cli.planner.measured import planned_peaks
 from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.runs.assembly import check_device, set_threads, trainer_model
@@ -31,9 +33,10 @@ STEPS = 2  # the optimizer's moments exist from the first step's end
 
 
 def random_batch(config: OrbitConfig, vocabulary: int) -> list[Trajectory]:
-    """One step's samples, of full length."""
-    rollout = config.rollout
-    prompt, response = rollout.max_prompt_tokens, rollout.max_new_tokens
+    """One step's samples, of the lengths that fill a micro-batch most."""
+    rollout, planned = config.rollout, lengths(config)
+    response = rollout.max_new_tokens
+    prompt = planned.row - min(rollout.group_size, planned.micro_samples) * response
     batch = []
     for group in range(rollout.prompts_per_step):
         question = torch.randint(vocabulary, (prompt,)).tolist()
