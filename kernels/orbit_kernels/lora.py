@@ -60,14 +60,15 @@ def project(
     columns = x.shape[1] // (parts if wide_parts else 1)
     if routing.rows == 0:
         return x.new_empty(0, parts * rank)
-    count = triton.cdiv(columns, CHUNK)
+    chunk = CHUNK // 2 if gather and parts == 1 else CHUNK  # more of x stays in L2, for sums that cost little
+    count = triton.cdiv(columns, chunk)
     partial = torch.empty(count, routing.rows, parts * rank, dtype=torch.float32, device=x.device)
     _project[(tiles.expert.numel(), count * (parts if wide_parts else 1))](
         x, matrices[0], matrices[-1], out, partial, routing.order, routing.position.shape[1], tiles.expert,
         tiles.start, tiles.count, routing.offsets, routing.rows, columns, x.shape[1],
         GATHER=gather, WIDE_PARTS=wide_parts, ORDERED=ordered, TRANSPOSED=transposed, WRITE=out is not None,
         IN_ORDER=in_order, PARTS=parts, RANK=rank, STEP=min(128, max(32, triton.next_power_of_2(columns))),
-        CHUNK=CHUNK, ROWS=tiles.size, ASM=x.dtype == torch.bfloat16, num_warps=4 if rank <= 32 else 8,
+        CHUNK=chunk, ROWS=tiles.size, ASM=x.dtype == torch.bfloat16, num_warps=4 if rank <= 32 else 8,
     )  # fmt: skip
     low = x.new_empty(routing.rows, parts * rank)
     _add[(triton.cdiv(low.numel(), 1024),)](

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from orbit_kernels.experts import rotate_blocks
 from orbit_kernels.fragments import beside, fragment_order, in_fragment_order, settled
+from orbit_kernels.permute import store_modifier
 from orbit_kernels.routing import Routing, Tiles, row_tiles
 from orbit_kernels.swiglu import activation, activation_slopes, load_hidden, store_hidden
 
@@ -101,7 +102,7 @@ def rotate_rows_reference(
 
 
 def _crowded(routing: Routing) -> bool:
-    """Whether experts have so many rows that larger tiles and deeper pipelines pay; the numbers do not depend on it."""
+    """Whether experts have so many rows that larger tiles and deeper pipelines pay; no bit depends on it."""
     return routing.rows > 128 * routing.experts
 
 
@@ -121,7 +122,8 @@ def _rotated(x, rotations, routing, tiles, gather, in_order, hidden, limit) -> t
             x, *pair, out, routing.order, routing.position.shape[1], routing.rows, tiles.expert, tiles.start,
             tiles.count, routing.offsets, columns, limit or 0.0,
             GATHER=gather, HIDDEN=hidden, CLAMPED=limit is not None, IN_ORDER=in_order, TWO=len(rotations) == 2, B=b,
-            WIDTH=width, SPAN=span, ROWS=tiles.size, num_warps=4, num_stages=stages,
+            WIDTH=width, SPAN=span, ROWS=tiles.size, STORE=store_modifier(out) if gather else "", num_warps=4,
+            num_stages=stages,
         )  # fmt: skip
     return out
 
@@ -131,12 +133,13 @@ def _turned_back(x, dy, rotations, routing, gather, hidden, weights, limit, dots
     out = torch.empty_like(x) if hidden else dy.new_empty(dy.shape[1:])
     slopes = [rotation.new_empty(rotation.shape) for rotation in rotations]
     pair = [rotation.contiguous() for rotation in (rotations[0], rotations[-1])]
+    width, rows, warps, stages, group = 64, 64, 4, 3 if _crowded(routing) else 2, 2
     if b == 128:
         width, rows, warps, stages, group = 128, 16, 8, 3, 2
+    elif b <= 32 and (hidden or not _crowded(routing)):
+        width, rows, warps, stages, group = 32, 32, 2, 3 if hidden else 2, 4
     elif hidden:
-        width, rows, warps, stages, group = max(32, b), 32, 2 if b <= 32 else 4, 3, 4
-    else:
-        width, rows, warps, stages, group = 64, 64, 4, 3 if _crowded(routing) else 2, 2
+        rows, stages, group = 32, 3, 4
     _back[(group, routing.experts, triton.cdiv(triton.cdiv(columns, width), group))](
         x, dy, *pair, out, slopes[0], slopes[-1], routing.order, routing.position.shape[1], routing.rows,
         routing.offsets, weights, dots, columns, limit or 0.0,
@@ -160,6 +163,7 @@ def _rotate(
     x, rotation, rotation2, out, order, slots, rows, tile_expert, tile_start, tile_count, offsets, columns, limit,
     GATHER: tl.constexpr, HIDDEN: tl.constexpr, CLAMPED: tl.constexpr, IN_ORDER: tl.constexpr, TWO: tl.constexpr,
     B: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+    STORE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if tile < tl.load(tile_count):
@@ -180,12 +184,12 @@ def _rotate(
             turn = tl.load(rotation + where, mask=known, other=0).to(own.dtype)
             y = tl.dot(own, turn, input_precision="ieee").to(out.dtype.element_ty)
             place = row.to(tl.int64) * columns + column
-            tl.store(out + place, in_fragment_order(y) if IN_ORDER else y, mask=live)
+            tl.store(out + place, in_fragment_order(y) if IN_ORDER else y, mask=live, cache_modifier=STORE)
             if TWO:
                 turn = tl.load(rotation2 + where, mask=known, other=0).to(own.dtype)
                 y = tl.dot(own, turn, input_precision="ieee").to(out.dtype.element_ty)
                 place = (rows + row.to(tl.int64)) * columns + column
-                tl.store(out + place, in_fragment_order(y) if IN_ORDER else y, mask=live)
+                tl.store(out + place, in_fragment_order(y) if IN_ORDER else y, mask=live, cache_modifier=STORE)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, DTYPE, INTERPRETED, relative_error, tolerance, values
 
+from orbit_kernels import rotation
 from orbit_kernels.rotation import (
     rotate_back,
     rotate_hidden,
@@ -46,6 +47,21 @@ def test_values_and_gradients(block, columns, count, gather):
     for actual, exact in zip([dx, *slopes], wanted, strict=True):
         assert relative_error(actual, exact) < tolerance()
     assert all((slope[1] == 0).all() for slope in slopes)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_no_bit_depends_on_how_many_rows_there_are(block, monkeypatch):
+    """Crowded experts take other tiles and another form of matrix unit."""
+    columns = 256
+    routing, rotations, tiles = random_case(block, columns, 2)
+    x, dy = values(TOKENS, columns), values(2, TOKENS * SLOTS, columns)
+    found = []
+    for crowded in (False, True):
+        monkeypatch.setattr(rotation, "_crowded", lambda routing, crowded=crowded: crowded)
+        dx, slopes = rotation.rotate_back(x, dy, rotations, routing, gather=True)
+        found.append([rotate_rows(x, rotations, routing, tiles, gather=True, in_order=True), dx, *slopes])
+    for few, many in zip(*found, strict=True):  # numpy chooses the order of summation by the shape
+        assert relative_error(few, many) < tolerance() if INTERPRETED else torch.equal(few, many)
 
 
 def test_the_order_of_columns_that_products_read():
