@@ -44,9 +44,11 @@ def test_what_the_published_figures_imply() -> None:
     assert f"{recipe_bytes(n, 4 + bits, bits) / 1e9:.0f}" == "539"
 
 
-def test_the_plot_is_a_whole_svg_with_every_model_and_recipe(counted: list[Row]) -> None:
-    text = plot(counted)
-    root = ElementTree.fromstring(text)
+def test_the_plot_has_every_model_and_recipe_in_all_formats(counted: list[Row]) -> None:
+    assert plot(counted, "png").startswith(b"\x89PNG") and plot(counted, "pdf").startswith(b"%PDF")
+    content = plot(counted, "svg")
+    assert content == plot(counted, "svg")
+    root = ElementTree.fromstring(content)
     labels = " ".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
     for word in (*RECIPES, FROZEN, *(row.name for row in counted), "b200x8"):
         assert word in labels

@@ -23,7 +23,8 @@ def plan(
         bool, typer.Option("--compare", help="The published study: four recipes over model size.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="With --compare: draw it into this SVG file.", show_default=False)
+        Path | None,
+        typer.Option("--plot", help="With --compare: draw it into this file (.svg, .png, .pdf).", show_default=False),
     ] = None,
     cfg: Cfg = None,
 ) -> None:
@@ -96,13 +97,15 @@ def _compare(overrides: list[str], plot: Path | None, as_json: bool) -> None:
 
     from orbit_cli.commands.plan_text import study_text
     from orbit_cli.planner.study import study
+    from orbit_cli.planner.study_plot import FORMATS
     from orbit_cli.planner.study_plot import plot as draw
 
-    if plot is not None and plot.suffix != ".svg":
-        raise ConfigError(f"--plot {plot}: only SVG is drawn; give a name that ends in .svg")
+    kind = plot.suffix.removeprefix(".").lower() if plot is not None else ""
+    if plot is not None and kind not in FORMATS:
+        raise ConfigError(f"--plot {plot}: its ending is no picture's; give a name that ends in .{', .'.join(FORMATS)}")
     rows = study()
     if plot is not None:  # first, so that a path that cannot be written is all that is said
-        _write(plot, draw(rows))
+        _write(plot, draw(rows, kind))
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -111,11 +114,11 @@ def _compare(overrides: list[str], plot: Path | None, as_json: bool) -> None:
         print(f"drawn into {plot}")
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     """The whole file or none. Raises UserError for a path that cannot be written."""
     from orbit_cli.telemetry.files import write_atomic
 
     try:
-        write_atomic(path, text)
+        write_atomic(path, content)
     except OSError as error:
         raise UserError(f"--plot {path} cannot be written ({error.strerror}); give another path") from error
