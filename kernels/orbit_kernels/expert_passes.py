@@ -95,8 +95,8 @@ class Passes:
                 for own, matrix in zip(dlow.chunk(2, 1), matrices, strict=True):
                     lora.expand(own, matrix, self.routing, dx, self.tiles)
         if dlow is not None:
-            gate_up[1::3] = lora.outer(x, dlow, self.routing, self._shapes("lora_a"), gather=True, transpose=True)
-            gate_up[2::3] = lora.outer(dh, low, self.routing, self._shapes("lora_b"), wide_parts=True)
+            gate_up[1::3] = lora.outer(x, dlow, self.routing, *self._shapes("lora_a"), gather=True, transpose=True)
+            gate_up[2::3] = lora.outer(dh, low, self.routing, *self._shapes("lora_b"), wide_parts=True)
         for half, stack in enumerate((self.gate, self.up)):
             if stack.lora_a is None:
                 gate_up[3 * half + 1 : 3 * half + 3] = [None, None]
@@ -113,7 +113,7 @@ class Passes:
         a, b = self._down_pair()
         rows = dy.new_empty(self.routing.rows, dy.shape[1])
         dlow = lora.project(dy, [b], [down.scaling], self.routing, self.tiles, gather=True, transposed=True, out=rows)
-        (slope,) = lora.outer(rows, low_down, self.routing, [down.lora_b.shape], weights=row_weights)
+        (slope,) = lora.outer(rows, low_down, self.routing, [down.lora_b.shape], down.lora_b.dtype, weights=row_weights)
         return (
             self._product_gradient(rows, self.w2, (a,) if down.rotation is None else None, dlow),
             dlow,
@@ -139,8 +139,9 @@ class Passes:
         dh = swiglu_gradient(h, da, row_weights, self.limit, dots=found, a=a)
         if dlow is not None:
             (down[1],) = lora.outer(
-                a, dlow, self.routing, [self.down.lora_a.shape], transpose=True, weights=row_weights
-            )
+                a, dlow, self.routing, [self.down.lora_a.shape], self.down.lora_a.dtype,
+                transpose=True, weights=row_weights,
+            )  # fmt: skip
         return dh, found
 
     @property
@@ -173,12 +174,12 @@ class Passes:
         rank = lora.padded_rank(*(matrix.shape[dim] for matrix in found))
         return [lora.padded(matrix, dim, rank) for matrix in found]
 
-    def _shapes(self, name: str) -> list[torch.Size]:
+    def _shapes(self, name: str) -> tuple[list[torch.Size], torch.dtype]:
         """Of lora_a or lora_b of gate and up; rank 0 for one that is missing."""
         found = [getattr(stack, name) for stack in (self.gate, self.up)]
         like = next(matrix for matrix in found if matrix is not None)
         empty = (len(like), 0, like.shape[2]) if name == "lora_a" else (*like.shape[:2], 0)
-        return [torch.Size(empty) if matrix is None else matrix.shape for matrix in found]
+        return [torch.Size(empty) if matrix is None else matrix.shape for matrix in found], like.dtype
 
     def _down_pair(self) -> tuple[Tensor, Tensor]:
         """lora_a [E, r, I] and lora_b [E, H, r] of down, padded."""
@@ -204,7 +205,7 @@ class Passes:
             return y
         if matrices is None:
             return grouped_forward(rows, weight, self._offsets, split=split)
-        added = LowRank(rows=low, matrices=tuple(matrices))  # tiles within a version, each with matrices of its own
+        added = self._added(low, matrices)  # tiles within a version, each with matrices of its own
         return grouped_forward(rows, weight, self.routing.offsets, split=split, low=added, slots=self.groups)
 
     def _product_gradient(self, rows, weight: PackedExperts, matrices=None, low=None, split: bool = False) -> Tensor:
@@ -214,5 +215,10 @@ class Passes:
             for part, matrix in enumerate(matrices or ()):
                 lora.expand(low.chunk(len(matrices), 1)[part], matrix, self.routing, dx, self.tiles)
             return dx
-        added = None if matrices is None else LowRank(rows=low, matrices=tuple(matrices))
+        added = None if matrices is None else self._added(low, matrices)
         return grouped_input_gradient(rows, weight, self._offsets, split=split, low=added)
+
+    @staticmethod
+    def _added(low: Tensor, matrices) -> LowRank:
+        """In the dtype of the products: a trainer holds its matrices as float32 numbers of bfloat16 values."""
+        return LowRank(rows=low, matrices=tuple(matrix.to(low.dtype) for matrix in matrices))

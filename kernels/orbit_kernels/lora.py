@@ -26,12 +26,14 @@ CHUNK = 1024
 
 
 def padded_rank(*ranks: int) -> int:
-    """The rank that matrices of these are padded to."""
+    """The rank that matrices of these are padded to; ValueError where the kernels have none."""
+    if max(ranks) > 128:
+        raise ValueError(f"LoRA of rank {max(ranks)} has no kernel; use at most 128, or path='reference'")
     return max(16, triton.next_power_of_2(max(ranks)))
 
 
 def padded(matrix: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-    """The matrix with dimension `dim` of [E, r, K] or [E, N, r] padded with zeros to `rank`."""
+    """The matrix with dimension `dim` of [E, r, K] or [E, N, r] padded with zeros to `rank`; of any dtype, as below."""
     spare = rank - matrix.shape[dim]
     return F.pad(matrix, (0, spare) if dim == 2 else (0, 0, 0, spare)) if spare else matrix.contiguous()
 
@@ -67,8 +69,9 @@ def project(
         x, matrices[0], matrices[-1], out, partial, routing.order, routing.position.shape[1], tiles.expert,
         tiles.start, tiles.count, routing.offsets, routing.rows, columns, x.shape[1],
         GATHER=gather, WIDE_PARTS=wide_parts, ORDERED=ordered, TRANSPOSED=transposed, WRITE=out is not None,
-        IN_ORDER=in_order, PARTS=parts, RANK=rank, STEP=min(128, max(32, triton.next_power_of_2(columns))),
-        CHUNK=chunk, ROWS=tiles.size, ASM=x.dtype == torch.bfloat16, num_warps=4 if rank <= 32 else 8,
+        IN_ORDER=in_order, PARTS=parts, RANK=rank,
+        STEP=min(128 if rank <= 64 else 64, max(32, triton.next_power_of_2(columns))), CHUNK=chunk, ROWS=tiles.size,
+        ASM=x.dtype == torch.bfloat16, num_warps=4 if rank <= 32 else 8,
     )  # fmt: skip
     low = x.new_empty(routing.rows, parts * rank)
     _add[(triton.cdiv(low.numel(), 1024),)](
@@ -93,6 +96,7 @@ def outer(
     low: torch.Tensor,
     routing: Routing,
     shapes: list[torch.Size],
+    dtype: torch.dtype,
     *,
     gather: bool = False,
     wide_parts: bool = False,
@@ -103,13 +107,13 @@ def outer(
 
     low_p are P = len(shapes) equal parts of low's columns; with `wide_parts` so are those of x. x is [R, K], or [T, K]
     with `gather`. low counts times `weights` [R]. Results have the given shapes, whose ranks may be smaller than the
-    padded one; zero without rows.
+    padded one, and the given dtype; zero without rows.
     """
     parts = len(shapes)
     rank = low.shape[1] // parts
     columns = x.shape[1] // (parts if wide_parts else 1)
     narrow = rank if wide_parts else rank * parts
-    outs = [x.new_empty(shape) for shape in shapes]
+    outs = [x.new_empty(shape, dtype=dtype) for shape in shapes]
     ranks = [shape[1 if transpose else 2] for shape in shapes]
     width = min(max(64, 8192 // narrow), 128 if gather else 256, max(64, triton.next_power_of_2(columns)))
     slabs = triton.cdiv(columns, width)

@@ -33,7 +33,8 @@ def rotate_rows(
 ) -> torch.Tensor:
     """y [P, R, K] for P = 1 or 2 rotations [E, n, b, b] of the same rows: x [R, K], or [T, K] with `gather`.
 
-    `in_order` as in `permute.gather_rows`; tiles of 64 or 128 rows.
+    `in_order` as in `permute.gather_rows`; tiles of 64 rows. Raises ValueError for blocks that are no power of two or
+    above 128.
     """
     return _rotated(x, rotations, routing, tiles, gather, in_order, False, None)
 
@@ -101,23 +102,33 @@ def rotate_rows_reference(
 # of a tile, or a group of slabs run together: they share pages of memory, and what is gathered stays in L2.
 
 
+def _sizes(rotations: list[torch.Tensor]) -> tuple[int, int]:
+    """(K, b); ValueError for blocks that no slab holds."""
+    blocks, b = rotations[0].shape[1], rotations[0].shape[-1]
+    if b > 128 or b & (b - 1):
+        raise ValueError(
+            f"rotations of blocks of {b} have no kernel; use a power of two up to 128, or path='reference'"
+        )
+    return blocks * b, b
+
+
 def _crowded(routing: Routing) -> bool:
     """Whether experts have so many rows that larger tiles and deeper pipelines pay; no bit depends on it."""
     return routing.rows > 128 * routing.experts
 
 
 def _rotated(x, rotations, routing, tiles, gather, in_order, hidden, limit) -> torch.Tensor:
-    columns, b = rotations[0].shape[1] * rotations[0].shape[-1], rotations[0].shape[-1]
+    columns, b = _sizes(rotations)
     out = x.new_empty(len(rotations), routing.rows, columns)
     if routing.rows:
-        width, span, stages = 64, 512, 3
-        if b == 128:
-            width, stages = 128, 2
-        elif _crowded(routing) and not hidden:
+        width, span, stages = max(64, b), 512, 3 if b <= 64 else 2
+        pair = [rotations[0].contiguous(), rotations[-1].contiguous()]
+        if b <= 32 and not _crowded(routing):
+            width, span, stages = (32, 512, 3) if hidden else (32, 256, 4)
+        else:  # every tile loads its expert's rotations: a trainer's float32 ones would fill the shared memory
+            pair = [rotation.to(x.dtype) for rotation in pair]
+        if b <= 64 and _crowded(routing) and not hidden:
             tiles = row_tiles(routing.offsets, routing.rows, 128)
-        elif b <= 32 and not hidden:
-            width, span, stages = 32, 256, 4
-        pair = [rotation.contiguous() for rotation in (rotations[0], rotations[-1])]
         _rotate[(tiles.expert.numel(), triton.cdiv(columns, span))](
             x, *pair, out, routing.order, routing.position.shape[1], routing.rows, tiles.expert, tiles.start,
             tiles.count, routing.offsets, columns, limit or 0.0,
@@ -129,7 +140,7 @@ def _rotated(x, rotations, routing, tiles, gather, in_order, hidden, limit) -> t
 
 
 def _turned_back(x, dy, rotations, routing, gather, hidden, weights, limit, dots):
-    columns, b = rotations[0].shape[1] * rotations[0].shape[-1], rotations[0].shape[-1]
+    columns, b = _sizes(rotations)
     out = torch.empty_like(x) if hidden else dy.new_empty(dy.shape[1:])
     slopes = [rotation.new_empty(rotation.shape) for rotation in rotations]
     pair = [rotation.contiguous() for rotation in (rotations[0], rotations[-1])]

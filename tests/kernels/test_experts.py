@@ -119,12 +119,17 @@ def test_lower_precision_stays_near_the_reference(dtype):
     assert (y.double() - expected).abs().max() <= 8 * torch.finfo(dtype).eps * expected.abs().max()
 
 
-def test_routing_weights_get_no_gradient():
-    arguments, *_ = random_layer("int4")
+def test_routing_weights_get_no_gradient_unless_asked_for():
+    arguments, w13, w2, _ = random_layer("int4")
     ids, weights = random_routing(3, 2, [0, 1])
-    weights.requires_grad_()
-    frozen_experts(torch.randn(3, HIDDEN, requires_grad=True), ids, weights, **arguments).sum().backward()
+    weights = weights.double().requires_grad_()
+    x = torch.randn(3, HIDDEN, dtype=torch.float64, requires_grad=True)
+    frozen_experts(x, ids, weights, **arguments).sum().backward()
     assert weights.grad is None
+    y = frozen_experts(x, ids, weights, **arguments, routing_gradient=True)
+    wanted = torch.autograd.grad(dense_reference(x, ids, weights, w13, w2, None).sum(), weights)[0]
+    found = torch.autograd.grad(y.sum(), weights)[0]
+    assert (found - wanted).abs().max() <= 1e-9 * wanted.abs().max()
 
 
 def test_no_tokens():

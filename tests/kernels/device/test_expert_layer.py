@@ -70,13 +70,14 @@ def tensors_of(adapter: ExpertAdapters | None) -> list[torch.Tensor]:
 
 
 def in_float64(adapter: ExpertAdapters | None) -> ExpertAdapters | None:
+    return replace_tensors(adapter, lambda t: t.detach().double().requires_grad_())
+
+
+def replace_tensors(adapter: ExpertAdapters | None, change) -> ExpertAdapters | None:
     def copy(stack: StackedAdapter | None) -> StackedAdapter | None:
         if stack is None:
             return None
-        wide = [
-            None if t is None else t.detach().double().requires_grad_()
-            for t in (stack.rotation, stack.lora_a, stack.lora_b)
-        ]
+        wide = [None if t is None else change(t) for t in (stack.rotation, stack.lora_a, stack.lora_b)]
         return StackedAdapter(rotation=wide[0], lora_a=wide[1], lora_b=wide[2], scaling=stack.scaling)
 
     return (
@@ -164,6 +165,22 @@ def test_runs_repeat_bit_for_bit():
         y = expert_layer(x, ids, weights, w13, w2, adapter)
         runs.append((y, *torch.autograd.grad(y, [x, *tensors_of(adapter)], dy)))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["lora", "small_oft"])
+def test_a_trainers_float32_leaves_give_the_same_bits(kind):
+    """They hold bfloat16 values; gradients come in their dtype, rounded later if at all."""
+    w13, w2 = random_layer("int4")
+    adapter = build_adapter(kind)
+    wide = replace_tensors(adapter, lambda t: t.detach().float().requires_grad_())
+    x, ids, weights, dy = random_input()
+    x.requires_grad_()
+    results = []
+    for own in (adapter, wide):
+        y = expert_layer(x, ids, weights, w13, w2, own)
+        results.append((y, *torch.autograd.grad(y, [x, *tensors_of(own)], dy)))
+    assert all(gradient.dtype == torch.float32 for gradient in results[1][2:])
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(*results, strict=True))
 
 
 def test_activation_checkpointing_gives_the_same_gradients():

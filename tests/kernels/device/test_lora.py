@@ -5,7 +5,7 @@ import torch
 from kernel_device import DEVICE, INTERPRETED, relative_error, tolerance, values
 
 from orbit_kernels.fragments import fragment_order
-from orbit_kernels.lora import expand, outer, padded, project, project_reference
+from orbit_kernels.lora import expand, outer, padded, padded_rank, project, project_reference
 from orbit_kernels.routing import route, row_tiles
 
 TOKENS, SLOTS, EXPERTS, COLUMNS = (9, 2, 3, 96) if INTERPRETED else (190, 2, 3, 1120)
@@ -44,17 +44,22 @@ def test_project_expand_and_outer(gather, rank):
     expand(slope[:, :rank], 0.5 * matrices[0], routing, total, tiles)
     expand(slope[:, rank:], 2.0 * matrices[1], routing, total, tiles)
     assert relative_error(total, start.double() + d_rows) < tolerance(2)
-    found = outer(x, slope, routing, [m.shape for m in matrices], gather=gather, transpose=True)
+    found = outer(x, slope, routing, [m.shape for m in matrices], x.dtype, gather=gather, transpose=True)
     for actual, exact_slope, scaling in zip(found, d_matrices, [0.5, 2.0], strict=True):
         assert relative_error(scaling * actual, exact_slope) < tolerance()
         assert (actual[1] == 0).all()
     factor = weights.double().unsqueeze(1)
     shape = torch.Size((EXPERTS, COLUMNS, rank - 3))  # a rank that was padded
-    (found,) = outer(x, slope[:, :rank].contiguous(), routing, [shape], gather=gather, weights=weights)
+    (found,) = outer(x, slope[:, :rank].contiguous(), routing, [shape], torch.float32, gather=gather, weights=weights)
     wanted = torch.autograd.grad(
         project_reference(rows.double(), exact[0].transpose(1, 2), routing), exact[0], slope[:, :rank].double() * factor
     )[0].transpose(1, 2)
     assert relative_error(found, wanted[..., :-3]) < tolerance(2)
+
+
+def test_a_rank_without_a_kernel_is_refused():
+    with pytest.raises(ValueError, match="rank 129.*at most 128"):
+        padded_rank(8, 129)
 
 
 def test_padding_keeps_the_matrix():
@@ -74,7 +79,7 @@ def test_halves_and_columns_in_fragment_order():
     parts = zip([0.5, 2.0], h.chunk(2, 1), pair, strict=True)
     wanted = [s * project_reference(own.double(), m.double(), routing) for s, own, m in parts]
     assert relative_error(found, torch.cat(wanted, 1)) < tolerance()
-    slopes = outer(h, low, routing, [m.shape for m in pair], wide_parts=True)
+    slopes = outer(h, low, routing, [m.shape for m in pair], h.dtype, wide_parts=True)
     for actual, own, narrow in zip(slopes, h.chunk(2, 1), low.chunk(2, 1), strict=True):
         exact = torch.zeros(EXPERTS, COLUMNS, rank, dtype=torch.float64, device=DEVICE, requires_grad=True)
         wanted = torch.autograd.grad(project_reference(own.double(), exact, routing), exact, narrow.double())[0]

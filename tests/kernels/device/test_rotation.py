@@ -64,6 +64,13 @@ def test_no_bit_depends_on_how_many_rows_there_are(block, monkeypatch):
         assert relative_error(few, many) < tolerance() if INTERPRETED else torch.equal(few, many)
 
 
+@pytest.mark.parametrize("block", [48, 256])
+def test_blocks_without_a_kernel_are_refused(block):
+    routing, rotations, tiles = random_case(block, 2 * block, 1)
+    with pytest.raises(ValueError, match=f"blocks of {block}.*power of two"):
+        rotate_rows(values(TOKENS * SLOTS, 2 * block), rotations, routing, tiles)
+
+
 def test_the_order_of_columns_that_products_read():
     routing, rotations, tiles = random_case(32, 96, 1)
     x = values(TOKENS * SLOTS, 96)
