@@ -6,6 +6,7 @@ import gguf
 import pytest
 import torch
 
+from orbit_cli.config.schema.base import SHIPPED
 from orbit_cli.errors import CheckpointError
 from orbit_cli.quantization.gguf import GgufReader, shipped_smollm2
 from orbit_cli.quantization.gguf_file import GgufFile
@@ -39,6 +40,7 @@ def test_blocks_decode_as_the_gguf_package_decodes_them(tmp_path, kind):
 
 
 def test_names_shapes_and_config(reader):
+    assert {key: reader.config.get(key) for key in SHIPPED} == SHIPPED
     assert reader.shape("model.embed_tokens.weight") == (49152, 576)
     assert reader.shape("model.layers.29.mlp.down_proj.weight") == (576, 1536)
     assert reader.shape("model.layers.0.self_attn.k_proj.weight") == (192, 576)

