@@ -185,6 +185,31 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(run: tuple[RunFolder, 
     assert "prefers-color-scheme: dark" in text
 
 
+def test_memory_and_layers_are_told_in_words(run: tuple[RunFolder, list[dict[str, float]]]) -> None:
+    folder, _ = run
+    pair = {"planned_gib": 3.0, "measured_gib": 2.5, "off_percent": 20.0}
+    record = {
+        "process_gib_is": "peak in the phase",
+        "phases": {"train": {"process_gib": 2.5, "cuda0_used_gib": 8.0}, "rollout": {"process_gib": 1.0}},
+        "planned": {"train": {"process_gib": pair}},
+        "parts": {"base_packed": {"planned_gib": 0.5, "measured_gib": 0.5, "off_percent": 0.0}},
+    }
+    folder.memory.write_text(json.dumps(record))
+    row = {"forward_ms": 2.0, "backward_ms": 4.0, "kept_mib": 8.0}
+    routed = row | {"experts_forward_ms": 1.25, "experts_backward_ms": 3.0, "experts_kept_mib": 6.0}
+    dense = row | {"forward_ms": 7.0}
+    folder.layers.write_text(json.dumps({"about": "a step", "tokens": 64, "layers": [dense, routed, routed]}))
+    found = figures(folder.path)
+    assert found["memory_gib"] == {"process_gib": 2.5, "cuda0_used_gib": 8.0}
+    assert found["memory_planned_gib"] == {"process_gib": 3.0}
+    assert "trainer 2.50 (planned 3.00); GPU 0, all that is in use 8.00" in summary_text(found)
+    page = write_report(folder.path).read_text()
+    assert "512.0 MiB" in page and "held by the trainer: base packed" in page
+    assert "<th>layers with routed experts (2)</th><td>2.0</td><td>4.0</td><td>8.0</td>" in page
+    assert "<th>of these, the experts</th><td>1.2</td><td>3.0</td><td>6.0</td>" in page
+    assert "<th>layers without (1)</th><td>7.0</td>" in page
+
+
 def test_a_run_that_has_just_begun_has_a_page_too(tmp_path: Path) -> None:
     folder = RunFolder.create(compose([f"run.root={tmp_path}"]))
     found = figures(folder.path)

@@ -106,6 +106,20 @@ def peaks() -> dict[str, float]:
     return seen
 
 
+def column_words(column: str) -> str:
+    """What a column of the record is, for people.
+
+    >>> column_words("cuda0_used_gib")
+    'GPU 0, all that is in use'
+    """
+    name = column.removesuffix("_gib")
+    device, _, kind = name.removeprefix("cuda").partition("_")
+    gpu = {"": "trainer's tensors", "reserved": "kept by the trainer's allocator", "used": "all that is in use"}
+    return (
+        f"GPU {device}, {gpu[kind]}" if name.startswith("cuda") else {"process": "trainer", "children": "engine"}[name]
+    )
+
+
 def rss_gib() -> float:
     """Resident memory now of this process and its children, in GiB (shared pages are counted in each)."""
     return _status_gib("self", "VmRSS") + children_gib()

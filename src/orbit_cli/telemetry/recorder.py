@@ -25,6 +25,12 @@ from orbit_cli.telemetry.run_folder import RunFolder
 from orbit_cli.telemetry.wandb_mirror import WandbMirror
 from orbit_cli.types import EvalResult, Trajectory
 
+LAYERS_ABOUT = (
+    "decoder layers in order; milliseconds over the micro-batches of one early step, recomputation counted as "
+    "backward; MiB kept from forward to backward by the largest micro-batch, base and adapter not among them; "
+    "experts_*: of these, routed experts"
+)
+
 
 class Recorder:
     """Records one run; a context manager, so that files are closed and the terminal is given back.
@@ -126,7 +132,7 @@ class Recorder:
         """What each layer cost in an early step, as trainer/layer_meter.py measured it, if it has; written once."""
         if record is not None and not self._layers_written:
             self._layers_written = True
-            write_json(self.folder.layers, record)
+            write_json(self.folder.layers, {"about": LAYERS_ABOUT, **record})
             rows = record["layers"]
             mean = {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in rows[-1]}
             parts = [_cost(mean, part) for part in ("", "experts_") if part + "kept_mib" in mean]

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from orbit_cli.telemetry.files import write_atomic, write_json
+from orbit_cli.telemetry.files import read_json, write_atomic, write_json
+from orbit_cli.telemetry.memory import column_words
 from orbit_cli.telemetry.metrics import read_rows
 from orbit_cli.telemetry.run_folder import RunFolder
 
@@ -28,6 +29,7 @@ def figures(run: Path) -> dict[str, Any]:
     - swap_bytes, swap_milliseconds: median over the steps
     - truncated_first_fifth, truncated_last_fifth: share of responses that ended at max_new_tokens, over these steps
     - step_seconds: mean; phase_seconds: {rollout, train, sync} of it; seconds: {rollout, train, sync, eval} in total
+    - memory_gib, memory_planned_gib: {column: largest peak of all phases} of memory.json, measured and planned
     - grading_failures: samples left out because their grader failed
     - adapter, report: paths, if they are there
 
@@ -60,6 +62,7 @@ def figures(run: Path) -> dict[str, Any]:
         "step_seconds": _mean(values(train, "step_seconds")),
         "phase_seconds": {phase: _mean(values(train, f"{phase}_seconds")) for phase in PHASES},
         "seconds": {phase: sum(values(rows, f"{phase}_seconds")) for phase in (*PHASES, "eval")},
+        **_memory(read_json(folder.memory) or {}),
         "grading_failures": int(sum(values(train, "grading_failures"))),
         "adapter": str(adapter) if adapter is not None else None,
         "report": str(folder.report) if folder.report.is_file() else None,
@@ -89,6 +92,7 @@ def summary_text(found: dict[str, Any]) -> str:
         ("swap", _swap(found)),
         ("truncated", _truncated(found["truncated_first_fifth"], found["truncated_last_fifth"])),
         ("speed", _speed(found)),
+        ("memory", _memory_text(found)),
         ("run", f"{found['run']}  ({found['status']}, {found['steps']} steps)"),
         ("adapter", found["adapter"]),
         ("report", found["report"]),
@@ -118,6 +122,18 @@ def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
     named = {"step": row["step"], "accuracy": row.get("accuracy")}
     named |= {"low": row.get("accuracy_low"), "high": row.get("accuracy_high")}
     return named | {name: value for name, value in row.items() if name.startswith(("pass@", "avg_k", "maj_k"))}
+
+
+def _memory(record: dict[str, Any]) -> dict[str, dict[str, float]]:
+    measured: dict[str, float] = {}
+    planned: dict[str, float] = {}
+    for phase in record.get("phases", {}).values():
+        for column, gib in phase.items():
+            measured[column] = max(gib, measured.get(column, 0.0))
+    for columns in record.get("planned", {}).values():
+        for column, pair in columns.items():
+            planned[column] = max(pair["planned_gib"], planned.get(column, 0.0))
+    return {"memory_gib": measured, "memory_planned_gib": planned}
 
 
 def _mean(numbers: list[float]) -> float | None:
@@ -186,3 +202,12 @@ def _truncated(before: float | None, after: float | None) -> str | None:
     if before is None or after is None:
         return None
     return f"{100 * before:.0f}% -> {100 * after:.0f}% of the responses ended at rollout.max_new_tokens"
+
+
+def _memory_text(found: dict[str, Any]) -> str | None:
+    planned = found["memory_planned_gib"]
+    parts = []
+    for column, gib in found["memory_gib"].items():
+        beside = f" (planned {planned[column]:.2f})" if column in planned else ""
+        parts.append(f"{column_words(column)} {gib:.2f}{beside}")
+    return "GiB at the peak: " + "; ".join(parts) if parts else None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from orbit_cli.telemetry.charts import Series, line_chart, number, stacked_bars
 from orbit_cli.telemetry.files import read_json
+from orbit_cli.telemetry.memory import column_words
 from orbit_cli.telemetry.metrics import read_rows
 from orbit_cli.telemetry.receipts import Receipts
 from orbit_cli.telemetry.report import summary_text
@@ -29,6 +31,7 @@ def page(folder: RunFolder, figures: dict[str, Any]) -> str:
             _tiles(figures),
             _section("Curves", f"<div class='charts'>{''.join(_charts(rows))}</div>" if rows else ""),
             _section("Memory", _memory(folder)),
+            _section("Layers", _layers(folder)),
             _section("Samples to read", _samples(folder)),
             _section("Receipts", _receipts(folder)),
             _section(
@@ -139,33 +142,57 @@ def _memory(folder: RunFolder) -> str:
     if not found or not found["phases"]:
         return ""
     columns = sorted({key for phase in found["phases"].values() for key in phase})
-    head = "".join(f"<th>{escape(column.removesuffix('_gib'))}</th>" for column in columns)
+    head = "".join(f"<th>{escape(column_words(column))}</th>" for column in columns)
     lines = "".join(
         f"<tr><th>{escape(name)}</th>{''.join(f'<td>{phase.get(column, 0.0):.2f}</td>' for column in columns)}</tr>"
         for name, phase in found["phases"].items()
     )
     kind = escape(found["process_gib_is"])
-    note = f"<p class='sub'>GiB; process: {kind}; children: the engine, when the phase ended</p>"
+    note = f"<p class='sub'>GiB; trainer: {kind}; engine: when the phase ended</p>"
     return f"<table><tr><th>phase</th>{head}</tr>{lines}</table>{note}{_planned(found)}"
 
 
 def _planned(memory: dict[str, Any]) -> str:
     """Planned against measured: peaks by phase, then what the trainer holds by part."""
     rows = [
-        (f"{phase}: {column.removesuffix('_gib')}", pair)
+        (f"{phase}: {column_words(column)}", pair)
         for phase, columns in memory.get("planned", {}).items()
         for column, pair in columns.items()
     ]
-    rows += [(f"trainer: {name}", pair) for name, pair in memory.get("parts", {}).items()]
+    rows += [(f"held by the trainer: {name.replace('_', ' ')}", pair) for name, pair in memory.get("parts", {}).items()]
     shown = [(name, pair) for name, pair in rows if pair["measured_gib"] is not None]
     if not shown:
         return ""
     lines = "".join(
-        f"<tr><th>{escape(name)}</th><td>{pair['planned_gib']:.3f}</td><td>{pair['measured_gib']:.3f}</td>"
+        f"<tr><th>{escape(name)}</th><td>{_size(pair['planned_gib'])}</td><td>{_size(pair['measured_gib'])}</td>"
         f"<td>{'' if pair['off_percent'] is None else format(pair['off_percent'], '+.0f') + ' %'}</td></tr>"
         for name, pair in shown
     )
-    return f"<p></p><table><tr><th>GiB</th><th>planned</th><th>measured</th><th>off</th></tr>{lines}</table>"
+    return f"<p></p><table><tr><th></th><th>planned</th><th>measured</th><th>planned too much</th></tr>{lines}</table>"
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
+
+
+def _layers(folder: RunFolder) -> str:
+    """What layers of each kind cost in the mean: those with routed experts, and those without."""
+    found = read_json(folder.layers)
+    if not found:
+        return ""
+    lines = ""
+    for kind, routed in (("layers with routed experts", True), ("layers without", False)):
+        rows = [row for row in found["layers"] if ("experts_kept_mib" in row) is routed]
+        for prefix, words in (("", f"{kind} ({len(rows)})"), ("experts_", "of these, the experts")):
+            if rows and prefix + "kept_mib" in rows[0]:
+                cells = (
+                    fmean(row[f"{prefix}{name}"] for row in rows) for name in ("forward_ms", "backward_ms", "kept_mib")
+                )
+                lines += f"<tr><th>{words}</th>{''.join(f'<td>{cell:.1f}</td>' for cell in cells)}</tr>"
+    head = "<tr><th>a layer in the mean</th><th>forward, ms</th><th>backward, ms</th><th>kept, MiB</th></tr>"
+    return (
+        f"<table>{head}{lines}</table><p class='sub'>a step of {found['tokens']} tokens; {escape(found['about'])}</p>"
+    )
 
 
 def _samples(folder: RunFolder) -> str:
