@@ -12,8 +12,10 @@ from orbit_cli.config.compose import compose
 from orbit_cli.config.locate import recipe_names
 from orbit_cli.errors import CheckpointError, ConfigError
 from orbit_cli.planner import preflight as room
+from orbit_cli.planner.built import not_built
 from orbit_cli.planner.gpus import Gpu
 from orbit_cli.planner.measured import planned_peaks
+from orbit_cli.planner.plan import make_plan
 from orbit_cli.planner.preflight import preflight
 
 WITHOUT_GPU = 0
@@ -35,39 +37,84 @@ def folder(tmp_path: Path, **config: object) -> str:
 
 @pytest.mark.parametrize("recipe", [name for name in recipe_names() if not name.endswith("_h200")])
 def test_what_works_on_a_cpu_is_not_refused(recipe: str) -> None:
-    plan = preflight(composed(f"recipe={recipe}"), trains=True)
+    plan = preflight(composed(f"recipe={recipe}"), command="train")
     assert plan is not None and plan.certain_bytes < 1e9
 
 
 def test_a_small_machine_is_not_refused_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planned on a CPU is a bound; only base and adapter are certain."""
     config = compose(["hardware.memory_mib=2048"])
-    plan = preflight(config, trains=True)
+    plan = preflight(config, command="train")
     assert plan is not None and not plan.fits
 
 
-def test_a_checkpoint_that_is_not_named() -> None:
-    for overrides in ([], ["hardware=b200x8"]):
-        with pytest.raises(ConfigError) as caught:
-            preflight(composed("model=deepseek_v4_flash", *overrides), trains=True)
-        sentence = str(caught.value)
-        assert "model.path is not set" in sentence and "159.6 GB" in sentence
-        assert "download deepseek-ai/DeepSeek-V4-Flash and set model.path=FOLDER" in sentence
-        assert "moreover" in sentence and "\n" not in sentence
-        assert caught.value.exit_code == 2
+def refusal(*overrides: str, command: str = "train") -> str:
+    """The sentence with which a command refuses these overrides."""
+    with pytest.raises(ConfigError) as caught:
+        preflight(composed(*overrides), command=command, overrides=overrides)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
-def test_missing_gpus_are_told_with_it(gpus) -> None:
+def test_what_cannot_run_yet_is_said_first_and_completely(gpus) -> None:
+    """Nobody downloads 595 GB, or looks for GPUs, for a run that would be refused there."""
     gpus(WITHOUT_GPU)
-    with pytest.raises(ConfigError, match="hardware=b200x8 needs 8 GPU.s. and this machine shows 0"):
-        preflight(composed("model=deepseek_v4_flash", "hardware=b200x8"), trains=True)
-    with pytest.raises(ConfigError, match="hardware=h200x1 needs 1 GPU.s., this machine shows 0; set hardware=cpu"):
-        preflight(composed("hardware=h200x1"), trains=True)
+    for overrides in (("memory.shared_base=true",), ()):  # the second does not fit, the nearest that fits is the first
+        sentence = refusal("model=kimi_k26", "hardware=h200x8", *overrides)
+        assert sentence.startswith("Orbit cannot train kimi_k26 on h200x8 yet: it needs ")
+        for missing in ("an engine for kimi_k25", "splits its base", "splits routed experts", "memory.shared_base"):
+            assert missing in sentence
+        assert "download" not in sentence and "GPU(s)" not in sentence
+        assert "`orbit plan model=kimi_k26 hardware=h200x8" in sentence
+    assert "a trainer for deepseek_v4 models" in refusal("model=deepseek_v4_flash", "hardware=h200x8")
+
+
+def test_several_gpus_are_refused_for_training_with_what_runs_on_one(gpus) -> None:
+    gpus(EIGHT)
+    sentence = refusal("model=qwen3_30b_a3b", "hardware=h200x8")
+    assert "it needs a trainer on more than one GPU; set hardware.gpus=1" in sentence
+    alone = make_plan(composed("model=qwen3_30b_a3b", "hardware=h200x8", "hardware.gpus=1"))
+    assert alone.fits and not not_built(alone)
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "eval"])
+@pytest.mark.parametrize("hardware", ["cpu", "h200x1"])
+@pytest.mark.parametrize(
+    "knob", ["shared_base=true", "offload=swap", "routing_replay=true", "trainer_layout=sharded", "colocated=false"]
+)
+def test_knobs_that_nothing_reads_are_refused_everywhere(command: str, hardware: str, knob: str, gpus) -> None:
+    gpus(EIGHT)
+    overrides = ("model=tiny_moe", f"hardware={hardware}", f"memory.{knob}")
+    if knob == "colocated=false" and hardware == "h200x1":
+        return  # one GPU cannot be shared out: another sentence
+    sentence = refusal(*overrides, command=command)
+    assert "yet: it needs" in sentence
+    assert f"set memory.{knob.partition('=')[0]}=" in sentence and "to run it today" in sentence
+
+
+def test_missing_files_and_gpus_are_told_together(gpus) -> None:
+    gpus(WITHOUT_GPU)
+    sentence = refusal("model=qwen3_4b", "hardware=h200x1")
+    assert "its 8.0 GB of files" in sentence and "needs 1 GPU and this machine shows none" in sentence
+    assert "download Qwen/Qwen3-4B and set model.path=FOLDER, on the machine with the GPUs" in sentence
+    assert "hardware=h200x1 needs 1 GPU and this machine shows none; set" in refusal("hardware=h200x1")
+    assert "GPU" not in refusal("model=qwen3_30b_a3b", command="rollout")  # on a CPU nothing more is certain
+
+
+def test_a_refusal_names_the_plan_that_shows_it(gpus) -> None:
+    """What is advised for sampling fits when it is planned for sampling."""
+    gpus(EIGHT)
+    overrides = ("model=qwen3_30b_a3b", "hardware=rtx4090x1")
+    sentence = refusal(*overrides, "run.output=x.jsonl", command="rollout")
+    pasted = sentence.partition("`orbit plan --for rollout ")[2].partition("`")[0].split()
+    assert pasted[: len(overrides)] == list(overrides) and "run.output=x.jsonl" not in pasted
+    assert make_plan(composed(*pasted), trains=False).fits
 
 
 def test_a_machine_that_does_not_say_is_left_to_the_run(gpus) -> None:
     gpus(None)
-    assert preflight(composed("hardware=h200x1"), trains=True) is not None
+    assert preflight(composed("hardware=h200x1"), command="train") is not None
 
 
 def test_what_cannot_fit_is_refused_with_numbers_and_a_remedy(gpus) -> None:
@@ -75,12 +122,12 @@ def test_what_cannot_fit_is_refused_with_numbers_and_a_remedy(gpus) -> None:
     config = compose(["model=qwen3_30b_a3b", "hardware=h200x1", "quantization=bf16"])
     config.model.source = composed("model=tiny_moe").model.source  # random weights need no files
     with pytest.raises(ConfigError) as caught:
-        preflight(config, trains=True)
+        preflight(config, command="train")
     sentence = str(caught.value)
     assert "does not fit hardware=h200x1" in sentence and "GB to use" in sentence
-    assert "nearest that fits: engine.max_total_tokens=" in sentence
+    assert "; set engine.max_total_tokens=" in sentence
     config.memory.preflight = False
-    assert preflight(config, trains=True) is None
+    assert preflight(config, command="train") is None
 
 
 def test_sampling_needs_less_than_training(gpus) -> None:
@@ -88,9 +135,9 @@ def test_sampling_needs_less_than_training(gpus) -> None:
     engine = ["engine.mem_fraction_static=0.9", "engine.max_total_tokens=12288"]
     config = compose(["model=qwen3_30b_a3b", "hardware=rtx4090x1", *engine])
     config.model.source = composed("model=tiny_moe").model.source
-    assert preflight(config, trains=False) is not None
+    assert preflight(config, command="rollout") is not None
     with pytest.raises(ConfigError, match="does not fit"):
-        preflight(config, trains=True)
+        preflight(config, command="train")
 
 
 @pytest.mark.parametrize(
@@ -108,31 +155,31 @@ def test_smaller_and_fuller_gpus_are_refused(gpu: Gpu, words: str | None, monkey
     config = compose(["model=qwen3_4b", "hardware=h200x1", "engine.max_total_tokens=65536"])
     config.model.source = composed("model=tiny_moe").model.source
     if words is None:
-        assert preflight(config, trains=True) is not None
+        assert preflight(config, command="train") is not None
         return
     with pytest.raises(ConfigError, match=words) as caught:
-        preflight(config, trains=True)
+        preflight(config, command="train")
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_not_built_yet_is_refused_by_a_run(gpus) -> None:
     gpus(EIGHT)
     config = compose(["model=tiny_moe", "hardware=h200x1", "memory.shared_base=true"])
-    with pytest.raises(ConfigError, match="memory.shared_base.*not built yet"):
-        preflight(config, trains=True)
+    with pytest.raises(ConfigError, match="yet: it needs one base .*memory.shared_base"):
+        preflight(config, command="train")
 
 
 def test_a_folder_of_another_model_is_told_by_its_first_difference(tmp_path: Path) -> None:
     given = folder(tmp_path, model_type="qwen3", hidden_size=4096)
     with pytest.raises(CheckpointError, match="model_type='qwen3' where deepseek_v4_flash has 'deepseek_v4'"):
-        preflight(compose(["model=deepseek_v4_flash", given]), trains=True)
+        preflight(compose(["model=deepseek_v4_flash", given]), command="train")
     given = folder(tmp_path, model_type="deepseek_v4", hidden_size=7168)
     with pytest.raises(CheckpointError, match="hidden_size=7168 where deepseek_v4_flash has 4096"):
-        preflight(compose(["model=deepseek_v4_flash", given]), trains=True)
+        preflight(compose(["model=deepseek_v4_flash", given]), command="train")
     nested = {"model_type": "kimi_k2", "num_hidden_layers": 27}
     given = folder(tmp_path, model_type="kimi_k25", text_config=nested)
     with pytest.raises(CheckpointError, match="text_config.num_hidden_layers=27 where kimi_k26 has 61"):
-        preflight(compose(["model=kimi_k26", given]), trains=True)
+        preflight(compose(["model=kimi_k26", given]), command="train")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +195,7 @@ def test_a_folder_that_is_no_checkpoint(make, words: str, tmp_path: Path) -> Non
     path = tmp_path / "model"
     make(path)
     with pytest.raises(CheckpointError, match=words):
-        preflight(compose(["model=qwen3_4b", f"model.path={path}"]), trains=True)
+        preflight(compose(["model=qwen3_4b", f"model.path={path}"]), command="train")
 
 
 def test_the_checkpoints_own_facts_are_planned_with(tmp_path: Path) -> None:
@@ -156,17 +203,17 @@ def test_the_checkpoints_own_facts_are_planned_with(tmp_path: Path) -> None:
     published = composed("model=qwen3_4b").model.architecture
     own = {key: value for key, value in published.items() if key != "rope_theta"}
     given = folder(tmp_path, **own, rope_parameters={"rope_theta": 1e6}, architectures=["Qwen3ForCausalLM"])
-    plan = preflight(compose(["model=qwen3_4b", given]), trains=True)
+    plan = preflight(compose(["model=qwen3_4b", given]), command="train")
     assert plan is not None and plan.model.shape.parameters == 4_022_468_096
     given = folder(tmp_path, **(own | {"num_hidden_layers": 2}))
-    plan = preflight(compose(["model=checkpoint", given]), trains=True)
+    plan = preflight(compose(["model=checkpoint", given]), command="train")
     assert plan is not None and plan.model.shape.layers == 2
 
 
 def test_a_family_that_is_not_known_is_left_to_the_run(tmp_path: Path) -> None:
     given = folder(tmp_path, model_type="mystery")
     config = compose(["model=checkpoint", given])
-    assert preflight(config, trains=True) is None
+    assert preflight(config, command="train") is None
     assert planned_peaks(config) is None
 
 

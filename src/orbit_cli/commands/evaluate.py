@@ -16,7 +16,7 @@ def evaluate(overrides: Overrides = None, cfg: Cfg = None) -> None:
     config = load_config(overrides, cfg)
     from orbit_cli.planner.preflight import preflight
 
-    preflight(config, trains=False)
+    preflight(config, command="eval", overrides=overrides or [])
     from orbit_cli.commands.tables import evaluation_table
     from orbit_cli.runs.evaluate import evaluate as run_evaluation
 

@@ -16,7 +16,7 @@ def rollout(overrides: Overrides = None, cfg: Cfg = None) -> None:
     config = load_config(overrides, cfg)
     from orbit_cli.planner.preflight import preflight
 
-    preflight(config, trains=False)
+    preflight(config, command="rollout", overrides=overrides or [])
     from orbit_cli.runs.collect import collect
 
     done = collect(config)

@@ -31,14 +31,15 @@ def train(
 
         raise typer.Exit(run_sweep(overrides or [], show_config=cfg is not None))
     config = load_config(overrides, cfg)
-    if config.run.resume not in (None, "auto"):
+    resumed = config.run.resume not in (None, "auto")
+    if resumed:
         from orbit_cli.config.resume import resumed_config
 
         config = resumed_config(overrides or [], config.run.resume)
     config.check_trainable()
     from orbit_cli.planner.preflight import preflight
 
-    preflight(config, trains=True)
+    preflight(config, command="train", overrides=None if resumed else overrides or [])
     from orbit_cli.runs.train import train as run_training
     from orbit_cli.telemetry.report import figures, summary_text
 

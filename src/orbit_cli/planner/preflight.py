@@ -1,87 +1,136 @@
 """The first thing that train, rollout and eval do: refuse what cannot work, in one sentence, before anything is loaded.
 
-On a GPU a plan that does not fit is refused. On a CPU only what is certain is: base and adapter that exceed the
-machine's memory; everything else there is an upper bound, and memory that is never touched costs nothing.
+What Orbit cannot run yet comes first, then what does not fit, then what the machine lacks: nobody is sent to download
+a model or to find GPUs for a run that would be refused there. On a GPU a plan that does not fit is refused. On a CPU
+only what is certain is: base and adapter that exceed the machine's memory; everything else there is an upper bound,
+and memory that is never touched costs nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import ModelSource
 from orbit_cli.config.schema.system import Device
 from orbit_cli.errors import ConfigError
 from orbit_cli.planner.advice import nearest_fit
-from orbit_cli.planner.built import not_built
+from orbit_cli.planner.built import listed, not_built
 from orbit_cli.planner.checkpoint import facts_of
 from orbit_cli.planner.families import FAMILIES
 from orbit_cli.planner.gpus import Gpu, usable_gpus
 from orbit_cli.planner.part import size
 from orbit_cli.planner.plan import MIB, WORK, Plan, make_plan
+from orbit_cli.planner.today import plan_command, runs_today, still_missing
+
+VERBS = {"train": "train", "rollout": "sample from", "eval": "evaluate"}
 
 
-def preflight(config: OrbitConfig, *, trains: bool) -> Plan | None:
+def preflight(config: OrbitConfig, *, command: str, overrides: Sequence[str] | None = None) -> Plan | None:
     """Plan and refuse. None where the model cannot be planned: then the run itself says what is wrong with it.
 
-    Raises ConfigError or CheckpointError (exit code 2): no checkpoint, another model's folder, missing GPUs, memory.
+    `command` is train, rollout or eval; `overrides` are those it was given, for the `orbit plan` to paste (None: they
+    do not say all, as when a run is resumed). Raises ConfigError or CheckpointError (exit code 2).
     """
-    _need_checkpoint(config, trains)
-    if not config.memory.preflight:
+    model, trains = config.model, command == "train"
+    lacks_files = model.source is ModelSource.checkpoint and not model.path
+    if model.source is ModelSource.checkpoint and model.path:
+        facts_of(model)  # the folder is that model, or this says which field differs
+    if lacks_files and model.repository is None:
+        raise ConfigError("model.source=checkpoint needs model.path; set it to a Hugging Face checkpoint folder")
+    checked = config.memory.preflight
+    plan = _plan(config, trains) if checked or lacks_files else None
+    if plan is not None and checked:
+        _refuse_not_built(plan, command, overrides)
+        _refuse_too_large(plan, command, overrides)
+    found = usable_gpus() if config.hardware.device is Device.cuda and (checked or lacks_files) else None
+    if lacks_files:
+        raise ConfigError(_files(config, plan, _missing_gpus(config, _count(found))))
+    if not checked:
         return None
-    plan = _plan(config, trains)
-    found = usable_gpus() if config.hardware.device is Device.cuda else None
-    if plan is None:
-        require_gpus(config, _count(found))
-        return None
-    problem = too_large(plan, trains=trains)
-    if problem:
-        raise ConfigError(problem)
     require_gpus(config, _count(found))
-    _require_memory(plan, found or [])
-    missing = not_built(plan, trains=trains) if plan.layout.on_gpu else []
-    if missing:
-        raise ConfigError(
-            f"{config.model.name} on hardware={config.hardware.name} needs {missing[0]}, which is not built yet; set a "
-            "model, hardware or layout that `orbit plan` says can be run"
-        )
+    if plan is not None:
+        _require_memory(plan, found or [])
     return plan
-
-
-def too_large(plan: Plan, *, trains: bool) -> str | None:
-    """Why the plan cannot work and the nearest one that can, in one sentence; None if it can."""
-    if not plan.layout.on_gpu:
-        if plan.memory is None or plan.certain_bytes <= plan.memory:
-            return None
-        reason = (
-            f"base and adapter alone need {size(plan.certain_bytes)} and this machine has {size(plan.memory)} of memory"
-        )
-    elif plan.fits:
-        return None
-    else:
-        reason = plan.limits[0]
-    return (
-        f"{plan.config.model.name} does not fit hardware={plan.config.hardware.name}: {reason}; {remedy(plan, trains)}"
-    )
-
-
-def remedy(plan: Plan, trains: bool = True) -> str:
-    """What to set, preferring what can be run today."""
-    today = nearest_fit(plan, trains=trains, runnable=True)
-    nearest = today or nearest_fit(plan, trains=trains)
-    if nearest is None:
-        return "nothing in reach makes it fit; choose a smaller model (`orbit plan` shows every part)"
-    missing = not_built(nearest.plan, trains=trains)
-    but = f", which needs {missing[0]}, not built yet" if missing else ""
-    return f"nearest that fits: {' '.join(nearest.overrides)}{but} (`orbit plan` shows every part)"
 
 
 def require_gpus(config: OrbitConfig, found: int | None) -> None:
     """Refuse hardware with more GPUs than were `found` (None: that cannot be told). Raises ConfigError."""
-    needed = max(1, config.hardware.gpus)
-    if config.hardware.device is Device.cuda and found is not None and found < needed:
+    missing = _missing_gpus(config, found)
+    if missing:
         raise ConfigError(
-            f"hardware={config.hardware.name} needs {needed} GPU(s), this machine shows {found}; "
-            "set hardware=cpu or run where the GPUs are"
+            f"hardware={config.hardware.name} needs {missing}; set hardware=cpu or run where the GPUs are"
         )
+
+
+def _missing_gpus(config: OrbitConfig, found: int | None) -> str:
+    """What GPUs are missing, as the end of "... needs"; empty if none are."""
+    needed = max(1, config.hardware.gpus)
+    if config.hardware.device is not Device.cuda or found is None or found >= needed:
+        return ""
+    return f"{needed} GPU{'s' * (needed > 1)} and this machine shows {found or 'none'}"
+
+
+def _refuse_not_built(plan: Plan, command: str, overrides: Sequence[str] | None) -> None:
+    """Raises ConfigError naming everything that would have to be built, and what can be run instead."""
+    trains = command == "train"
+    if not not_built(plan, trains=trains):
+        return
+    config, instead = plan.config, runs_today(plan, trains=trains)
+    if instead is not None:
+        then = f"set {' '.join(instead.overrides)} to run it today"
+    else:
+        then = f"{_shown(command, overrides)} shows what it will take"
+    raise ConfigError(
+        f"Orbit cannot {VERBS[command]} {config.model.name} on {config.hardware.name} yet: it needs "
+        f"{listed(still_missing(plan, trains=trains))}; {then}"
+    )
+
+
+def _refuse_too_large(plan: Plan, command: str, overrides: Sequence[str] | None) -> None:
+    """Raises ConfigError with the numbers and the nearest config that works."""
+    reason = _too_large(plan)
+    if reason:
+        name = f"{plan.config.model.name} does not fit hardware={plan.config.hardware.name}"
+        raise ConfigError(f"{name}: {reason}; {_remedy(plan, command, overrides)}")
+
+
+def _too_large(plan: Plan) -> str:
+    """Why the plan cannot work; empty if it can."""
+    if plan.layout.on_gpu:
+        return "" if plan.fits else plan.limits[0].partition("; ")[0]  # what takes most, `orbit plan` says
+    if plan.memory is None or plan.certain_bytes <= plan.memory:
+        return ""
+    return f"base and adapter alone need {size(plan.certain_bytes)} and this machine has {size(plan.memory)} of memory"
+
+
+def _remedy(plan: Plan, command: str, overrides: Sequence[str] | None) -> str:
+    """What to set, preferring what can be run today, and the command that shows it."""
+    trains = command == "train"
+    today = runs_today(plan, trains=trains)
+    nearest = today or nearest_fit(plan, trains=trains)
+    if nearest is None:
+        return f"nothing in reach makes it fit; choose a smaller model ({_shown(command, overrides)} shows every part)"
+    advice = f"set {' '.join(nearest.overrides)} ({_shown(command, overrides, nearest.overrides)} shows every part)"
+    if today is None:
+        missing = listed(not_built(nearest.plan, trains=trains))
+        return f"it would fit with other settings, which need {missing}, not built yet: {advice}"
+    return advice
+
+
+def _shown(command: str, overrides: Sequence[str] | None, more: Sequence[str] = ()) -> str:
+    return f"`{plan_command(command, overrides, more)}`" if overrides is not None else "`orbit plan`"
+
+
+def _files(config: OrbitConfig, plan: Plan | None, gpus: str) -> str:
+    """Model files that are not there, with the GPUs that are not either."""
+    model, where = config.model, ", on the machine with the GPUs" if gpus else ""
+    files = f"its {size(plan.model.checkpoint_bytes)} of files" if plan is not None else "its files"
+    also = f"; hardware={config.hardware.name} needs {gpus}" if gpus else ""
+    return (
+        f"{model.name} needs {files}, which are not part of Orbit, and model.path is not set{also}: download "
+        f"{model.repository} and set model.path=FOLDER{where}"
+    )
 
 
 def _require_memory(plan: Plan, found: list[Gpu]) -> None:
@@ -105,34 +154,6 @@ def _require_memory(plan: Plan, found: list[Gpu]) -> None:
 
 def _count(found: list[Gpu] | None) -> int | None:
     return None if found is None else len(found)
-
-
-def _need_checkpoint(config: OrbitConfig, trains: bool) -> None:
-    """Refuse a model whose files are not named, together with what else stands in the way."""
-    model = config.model
-    if model.source is not ModelSource.checkpoint:
-        return
-    if model.path:
-        facts_of(model)  # the folder is that model, or this says which field differs
-        return
-    if model.repository is None:
-        raise ConfigError("model.source=checkpoint needs model.path; set it to a Hugging Face checkpoint folder")
-    plan = make_plan(config, trains=trains)
-    problem = (
-        f"model.path is not set, and the {size(plan.model.checkpoint_bytes)} of {model.name} are not part of Orbit; "
-        f"download {model.repository} and set model.path=FOLDER"
-    )
-    also = too_large(plan, trains=trains)
-    if also:
-        raise ConfigError(f"{problem}; moreover {also}")
-    found, needed = _count(usable_gpus()) if plan.layout.on_gpu else None, max(1, config.hardware.gpus)
-    if found is not None and found < needed:
-        name = config.hardware.name
-        raise ConfigError(
-            f"{problem}; moreover hardware={name} needs {needed} GPU(s) and this machine shows {found}: run it where "
-            "they are"
-        )
-    raise ConfigError(f"{problem} (then {model.name} fits hardware={config.hardware.name})")
 
 
 def _plan(config: OrbitConfig, trains: bool) -> Plan | None:
