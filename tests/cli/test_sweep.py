@@ -24,6 +24,8 @@ from orbit_cli.telemetry.metrics import MetricsWriter
 from orbit_cli.telemetry.run_folder import RunFolder
 
 config = compose(sys.argv[1:])
+if config.seed == 4:
+    sys.exit("orbit: the fourth seed does not fit")
 folder = RunFolder.create(config)
 with folder.running(), MetricsWriter(folder.metrics) as metrics:
     for step in range(1, 6):
@@ -75,6 +77,13 @@ def test_a_failing_job_is_listed_and_its_log_has_the_traceback(
     shown = capsys.readouterr().out
     assert "failed (1)" in shown
     assert str(jobs[1] / "log.txt") in shown.replace("\n", "")
+
+
+def test_a_refusal_is_told_beside_the_table(
+    job: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_sweep([f"run.root={tmp_path / 'runs'}", "seed=4,1"], command=job) == 1
+    assert "job 0 failed with exit code 1: the fourth seed does not fit" in capsys.readouterr().out
 
 
 def test_recipes_can_be_swept(job: tuple[str, ...], tmp_path: Path) -> None:

@@ -64,6 +64,13 @@ def test_explain_a_section_lists_its_keys_and_options() -> None:
     assert any("grpo (2402.03300), dr_grpo" in line for line in lines)  # a paper's number ends no sentence
 
 
+def test_explain_names_a_value_and_the_second_name_of_a_file() -> None:
+    with pytest.raises(ConfigError, match="expert_parallel is a value of memory.trainer_layout"):
+        explain("memory.expert_parallel")
+    assert "h200 (the same as h200x1)" in " ".join(explain("hardware").split())
+    assert " ..." not in explain("memory") + explain("model") + explain("hardware")
+
+
 @pytest.mark.parametrize(
     ("key", "near"), [("adapter.blocksize", "adapter.block_size"), ("block_size", "adapter.block")]
 )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from orbit_cli.commands.sweep import Job
 
 COLUMNS = ("job", "overrides", "status", "reward", "held out", "gap", "run")
+SAYS = "orbit: "  # begins the one sentence of an error
 FILE_WIDTH = 200  # columns of a table that goes into a file or a pipe, where nothing needs to fold
 
 
@@ -32,9 +33,19 @@ def print_table(jobs: list[Job]) -> None:
     console.print(f"sweep  {Path(jobs[0].folder).parent}")
     failed = [job for job in jobs if job.exit_code]
     for job in failed:
-        console.print(f"job {job.number} failed with exit code {job.exit_code}: {Path(job.folder) / 'log.txt'}")
+        log = Path(job.folder) / "log.txt"
+        console.print(f"job {job.number} failed with exit code {job.exit_code}: {_reason(log) or log}")
     if failed:
         console.print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished")
+
+
+def _reason(log: Path) -> str:
+    """The sentence with which a job was refused or gave up; empty if its log ends with something else."""
+    try:
+        last = log.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
+    except OSError:
+        return ""
+    return last.removeprefix(SAYS) if last.startswith(SAYS) else ""
 
 
 def _row(job: Job, shared: set[str]) -> list[str]:

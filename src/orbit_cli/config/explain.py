@@ -6,12 +6,13 @@ import re
 import textwrap
 from collections.abc import Sequence
 
+import yaml
 from omegaconf import OmegaConf
 
 from orbit_cli.config.checks import suggestion
 from orbit_cli.config.compose import compose_layers
 from orbit_cli.config.fields import FIELDS, REQUIRED, Field, field_at
-from orbit_cli.config.locate import GROUPS, group_options
+from orbit_cli.config.locate import GROUPS, conf_dir, group_options
 from orbit_cli.config.provenance import provenance
 from orbit_cli.errors import ConfigError
 
@@ -24,12 +25,10 @@ def explain(key: str, overrides: Sequence[str] = ()) -> str:
     Raises ConfigError if there is none, or for overrides that cannot be composed.
     """
     if key in GROUPS and key not in FIELDS:  # experiment sets values of other sections
-        return f"{key}: a config group; {key}=NAME with {', '.join(group_options(key))}"
+        return f"{key}: a config group; {key}=NAME with {_options(key)}"
     field = field_at(key)
     if field is None:
-        leaf = [path for path in FIELDS if path.rpartition(".")[2] == key]
-        hint = f"; did you mean {leaf[0]}?" if leaf else suggestion(key, FIELDS)
-        raise ConfigError(f"there is no key {key}{hint}")
+        raise ConfigError(f"there is no key {key}{_hint(key)}")
     return _section(field) if field.is_section else _leaf(field, overrides)
 
 
@@ -55,16 +54,45 @@ def _section(field: Field) -> str:
     inside = [f for f in FIELDS.values() if f.path.rpartition(".")[0] == field.path]
     lines = [f"{field.path}: {field.manual}"]
     if field.path in GROUPS:
-        lines.append(f"  group    {field.path}=NAME with {', '.join(group_options(field.path))}")
+        lines += _wrapped("  group    ", f"{field.path}=NAME with {_options(field.path)}")
     width = max(len(f.path) for f in inside)
-    lines += [f"  {f.path:<{width}}  {_first_sentence(f.manual)}" for f in inside]
+    for one in inside:
+        lines += _wrapped(f"  {one.path:<{width}}  ", _first_sentence(one.manual))
     return "\n".join(lines)
+
+
+def _options(group: str) -> str:
+    """The names of a group; of two for the same file the second says whose it is."""
+    named = []
+    for name in group_options(group):
+        text = (conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
+        values = yaml.safe_load(text) or {}
+        same = values["defaults"] if list(values) == ["defaults"] and len(values["defaults"]) == 1 else []
+        named.append(f"{name} (the same as {same[0]})" if same and isinstance(same[0], str) else name)
+    return ", ".join(named)
+
+
+def _hint(key: str) -> str:
+    """What could be meant: a key of that name, a key that has it as a value, or the nearest spelling."""
+    name = key.rpartition(".")[2]
+    for path in FIELDS:
+        if path.rpartition(".")[2] == key:
+            return f"; did you mean {path}?"
+    holders = [path for path, field in FIELDS.items() if name in field.choices]
+    inside = [path for path in holders if path.partition(".")[0] == key.partition(".")[0]]
+    if "." in key and inside:
+        return f"; {name} is a value of {' and '.join(inside)}"
+    return suggestion(key, FIELDS)
+
+
+def _wrapped(start: str, text: str) -> list[str]:
+    after = " " * len(start)
+    return textwrap.wrap(text, WIDTH + 20, initial_indent=start, subsequent_indent=after, break_on_hyphens=False)
 
 
 def _first_sentence(manual: str) -> str:
     """On one line; numbers of papers and keys have full stops too."""
-    sentence = re.split(r"\.(?=\s|$)", " ".join(manual.split()))[0]
-    return textwrap.shorten(sentence, WIDTH, placeholder=" ...")
+    return re.split(r"\.(?=\s|$)", " ".join(manual.split()))[0]
 
 
 def _shown(value: object) -> str:

@@ -41,18 +41,23 @@ class MemoryConfig:
     """train, rollout, eval: plan first and refuse what cannot fit. false goes on at your own risk."""
     trainer_layout: TrainerLayout = TrainerLayout.auto
     """replicated: all on every GPU; expert_parallel: routed experts split by expert, the rest on every GPU; sharded:
-    every weight split, gathered when needed; auto: replicated where that takes a third of a GPU, else split."""
+    every weight split, gathered when needed; auto: replicated where that takes a third of a GPU, else split (only
+    replicated on one GPU can be run yet, the rest is planned)."""
     engine_layout: EngineLayout = EngineLayout.auto
     """replicated, expert_parallel as for the trainer; tensor_parallel: every matrix split over engine.tensor_parallel
     GPUs; auto: tensor_parallel where engine.tensor_parallel is above 1, expert_parallel with memory.shared_base."""
     shared_base: bool = False
-    """One copy of the base that trainer and engine both read, instead of one each; both need the same layout."""
+    """One copy of the base that trainer and engine both read, instead of one each; both need the same layout (planned
+    only, not built yet)."""
     colocated: bool = True
-    """Trainer and engine on the same GPUs; false: the engine has engine.tensor_parallel GPUs, the trainer the rest."""
+    """Trainer and engine on the same GPUs; false: the engine has engine.tensor_parallel GPUs, the trainer the rest
+    (planned only, not built yet)."""
     offload: Offload = Offload.none
-    """swap: while one of trainer and engine works, the other's base waits in the machine's memory."""
+    """swap: while one of trainer and engine works, the other's base waits in the machine's memory (planned only,
+    not built yet)."""
     routing_replay: bool = False
-    """Count the buffers in which the engine's expert choices wait to be replayed by the trainer."""
+    """Count the buffers in which the engine's expert choices wait to be replayed by the trainer (planned only, not
+    built yet)."""
     headroom: float = 0.02
     """Share of each GPU that a plan leaves free, for fragments of the allocator."""
     context_gib: float = 0.6

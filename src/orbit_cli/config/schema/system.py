@@ -40,7 +40,8 @@ class EngineConfig:
     """The SGLang rollout engine, embedded in this process with its scheduler beside it."""
 
     max_total_tokens: int | None = None
-    """Size of the KV cache in tokens; null lets SGLang decide (GPU) or takes 65536 (CPU)."""
+    """Size of the KV cache in tokens; null: on a GPU what base and adapter slots leave of engine.mem_fraction_static of
+    its memory, on a CPU 65536."""
     max_running_requests: int = 64
     """Sequences decoded together at most."""
     mem_fraction_static: float = 0.7
