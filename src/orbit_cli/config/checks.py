@@ -13,6 +13,8 @@ from typing import Any
 from orbit_cli.config.fields import FIELDS, Field, field_at
 from orbit_cli.errors import ConfigError
 
+LARGEST = 10**18  # no number here means anything beyond, and products of two such still count
+
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.4)
@@ -97,9 +99,9 @@ def _check_scalar(path: str, kind: type | None, value: Any, where: str, what: st
     if kind is bool and not _reads_as_bool(value):
         raise ConfigError(f"{where}: {what}{path}={value} must be true or false")
     if kind is int and not _reads_as_int(value):
-        raise ConfigError(f"{where}: {what}{path}={value} must be a whole number")
+        raise ConfigError(f"{where}: {what}{path}={value} must be a whole number of at most 18 digits")
     if kind is float and not _reads_as_float(value):
-        raise ConfigError(f"{where}: {what}{path}={value} must be a number, for example 1e-5")
+        raise ConfigError(f"{where}: {what}{path}={value} must be a number below 1e18, for example 1e-5")
 
 
 def _reads_as_bool(value: Any) -> bool:
@@ -110,8 +112,8 @@ def _reads_as_int(value: Any) -> bool:
     if isinstance(value, bool):
         return False
     if isinstance(value, str):  # 010 is text to Hydra's grammar
-        return value.lstrip("+-").isdecimal()
-    return isinstance(value, int)
+        return value.lstrip("+-").isdecimal() and len(value) < 20
+    return isinstance(value, int) and abs(value) < LARGEST
 
 
 def _reads_as_float(value: Any) -> bool:
@@ -119,6 +121,6 @@ def _reads_as_float(value: Any) -> bool:
         return False
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
-    return number == number and abs(number) != float("inf")
+    return abs(number) < LARGEST  # false for what is no number, too

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from orbit_cli.config.schema import bounds
 from orbit_cli.errors import ConfigError
 
 
@@ -109,6 +110,14 @@ class QuantizationConfig:
     cache_dir: str = "~/.cache/orbit"
     """Quantised bases made on first use are kept here and reused."""
 
+    def __post_init__(self) -> None:
+        bounds.expressions(self, "quantization", "targets", "ignore")
+        if not self.targets and self.format is not NumberFormat.bf16:
+            raise ConfigError(
+                f"quantization.targets is empty, so nothing would be stored as {self.format}; set "
+                "quantization.targets=[self_attn,mlp], or quantization=bf16"
+            )
+
 
 class AdapterKind(StrEnum):
     """Kind of adapter."""
@@ -146,6 +155,9 @@ class AdapterConfig:
     """Folder of a PEFT adapter to start from; null means the identity."""
 
     def __post_init__(self) -> None:
+        bounds.distinct(self, "adapter", "targets", "expert_targets", "layers")
+        if any(layer < 0 for layer in self.layers):
+            raise ConfigError(f"adapter.layers has {min(self.layers)}; layers count from 0")
         if not self.targets and not self.expert_targets:
             raise ConfigError("adapter.targets and adapter.expert_targets are both empty; name at least one linear")
         if self.kind is AdapterKind.oft and self.block_size < 2:

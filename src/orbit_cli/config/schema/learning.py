@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from orbit_cli.config.schema import bounds
 from orbit_cli.errors import ConfigError
 
 
@@ -113,6 +114,8 @@ class AlgorithmConfig:
     """Rounds of refilling at most; then the step goes on with what there is."""
 
     def __post_init__(self) -> None:
+        bounds.at_least(self, "algorithm", 0, "advantage_eps", "clip_low", "clip_high", "overlong_buffer")
+        bounds.at_least(self, "algorithm", 1, "aggregation_constant", "dynamic_sampling_rounds")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"algorithm.dual_clip={self.dual_clip} must be above 1; usual is 3, null switches it off")
         if self.kl is not KLPlacement.none and self.kl_coef <= 0:
@@ -191,21 +194,13 @@ class TrainerConfig:
     """Older checkpoints are removed; adapter versions stay."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "minibatches",
-            "epochs",
-            "micro_batch_tokens",
-            "logprob_chunk_tokens",
-            "expert_chunk_bytes",
-            "keep_checkpoints",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"trainer.{name}={getattr(self, name)} must be at least 1")
+        bounds.at_least(self, "trainer", 1, "steps", "minibatches", "epochs", "micro_batch_tokens")
+        bounds.at_least(self, "trainer", 1, "logprob_chunk_tokens", "expert_chunk_bytes", "keep_checkpoints")
+        bounds.at_least(self, "trainer", 0, "warmup_steps", "weight_decay", "max_grad_norm")
+        bounds.share(self, "trainer", "beta1", "beta2", below_one=True)
+        bounds.positive(self, "trainer", learning_rate=1e-4, adam_eps=1e-8)
         if self.checkpoint_every < 0:
             raise ConfigError(f"trainer.checkpoint_every={self.checkpoint_every} must be at least 0 (0: the last step)")
-        if self.learning_rate <= 0:
-            raise ConfigError(f"trainer.learning_rate={self.learning_rate} must be positive, for example 1e-4")
 
 
 class Split(StrEnum):
@@ -239,9 +234,9 @@ class RolloutConfig:
     """`orbit rollout`: training prompts (in training order) or held-out prompts."""
 
     def __post_init__(self) -> None:
-        for name in ("collect_prompts", "prompts_per_step", "group_size", "max_new_tokens", "max_prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)} must be at least 1")
+        bounds.at_least(self, "rollout", 1, "collect_prompts", "prompts_per_step", "group_size")
+        bounds.at_least(self, "rollout", 1, "max_new_tokens", "max_prompt_tokens")
+        bounds.truncation(self, "rollout")
         if self.temperature < 0:
             raise ConfigError(f"rollout.temperature={self.temperature} must not be negative")
 
@@ -282,6 +277,9 @@ class RewardConfig:
     correct_above: float = 0.99
     """A reward of at least this counts as a correct answer in accuracy, pass@k and dynamic sampling."""
 
+    def __post_init__(self) -> None:
+        bounds.positive(self, "environment.reward", timeout_s=10)
+
 
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
@@ -317,6 +315,7 @@ class EnvironmentConfig:
     """The grader."""
 
     def __post_init__(self) -> None:
+        bounds.at_least(self, "environment", 1, "size", "max_turns")
         need = {"reasoning_gym": "task", "file": "path", "python": "target"}[self.kind]
         if not getattr(self, need):
             raise ConfigError(f"environment.kind={self.kind} needs environment.{need}")
@@ -352,6 +351,11 @@ class EvaluationConfig:
     """`orbit eval`: also evaluate the base without adapter, side by side."""
 
     def __post_init__(self) -> None:
+        bounds.at_least(self, "evaluation", 1, "samples", "max_new_tokens", "bootstrap")
+        bounds.at_least(self, "evaluation", 0, "prompts", "every", "temperature")
+        bounds.truncation(self, "evaluation")
+        if any(k < 1 for k in self.pass_k):
+            raise ConfigError(f"evaluation.pass_k has {min(self.pass_k)}; each k must be at least 1")
         too_big = [k for k in self.pass_k if k > self.samples]
         if too_big:
             raise ConfigError(

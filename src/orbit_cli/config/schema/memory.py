@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from orbit_cli.config.schema import bounds
 from orbit_cli.errors import ConfigError
 
 
@@ -72,6 +73,9 @@ class MemoryConfig:
     """CPU: what the C allocator takes on top of tensors that come and go, as a share of them; it keeps all of it."""
 
     def __post_init__(self) -> None:
+        bounds.at_least(
+            self, "memory", 0, "context_gib", "graphs_gib", "trainer_host_gib", "engine_host_gib", "host_slack"
+        )
         if not 0 <= self.headroom < 0.5:
             raise ConfigError(f"memory.headroom={self.headroom} must be a share from 0 to 0.5, for example 0.02")
         if self.shared_base and not self.colocated:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from orbit_cli.config.schema import bounds
 from orbit_cli.errors import ConfigError
 
 LONGEST_NAME = 200  # bytes; file systems take 255, and numbers and endings are added
@@ -64,10 +65,9 @@ class EngineConfig:
     """Further SGLang ServerArgs, passed on as they are; a name SGLang does not know is refused."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "engine", 1, "max_total_tokens", "max_running_requests")
-        _at_least(self, "engine", 0, "cuda_graph_max_bs")
-        if self.start_timeout_s <= 0:
-            raise ConfigError(f"engine.start_timeout_s={self.start_timeout_s} must be positive, for example 600")
+        bounds.at_least(self, "engine", 1, "max_total_tokens", "max_running_requests")
+        bounds.at_least(self, "engine", 0, "cuda_graph_max_bs")
+        bounds.positive(self, "engine", start_timeout_s=600)
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(f"engine.mem_fraction_static={self.mem_fraction_static} must lie between 0 and 1")
         if self.live_versions < 2:
@@ -108,9 +108,10 @@ class SyncConfig:
     """sync-test: break it on purpose (withhold, wrong_version, alter_base) to see that the test fails."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "sync", 1, "probe_prompts", "swaps", "flight_tokens")
-        _at_least(self, "sync", 2, "probe_tokens")
-        _at_least(self, "sync", 0, "base_checksum_every")
+        bounds.at_least(self, "sync", 1, "probe_prompts", "swaps", "flight_tokens")
+        bounds.at_least(self, "sync", 2, "probe_tokens")
+        bounds.at_least(self, "sync", 0, "base_checksum_every")
+        bounds.share(self, "sync", "movement_share")
         if self.max_mean_gap <= 0:
             raise ConfigError(f"sync.max_mean_gap={self.max_mean_gap} would stop every run; set for example 0.01")
 
@@ -144,8 +145,8 @@ class HardwareConfig:
     """CPU threads of trainer and engine each (they take turns); null: all cores."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "hardware", 1, "memory_mib", "threads")
-        _at_least(self, "hardware", 1 if self.device is Device.cuda else 0, "gpus")
+        bounds.at_least(self, "hardware", 1, "memory_mib", "threads")
+        bounds.at_least(self, "hardware", 1 if self.device is Device.cuda else 0, "gpus")
         for name in ("bandwidth_gb_s", "link_gb_s", "host_gb_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -186,12 +187,4 @@ class LoggingConfig:
     """Samples written to samples.jsonl each step, to be read by people."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "logging", 0, "samples_per_step")
-
-
-def _at_least(section: object, path: str, least: int, *names: str) -> None:
-    """Refuse values below `least`; null is fine. Raises ConfigError."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{path}.{name}={value} must be at least {least}")
+        bounds.at_least(self, "logging", 0, "samples_per_step")
