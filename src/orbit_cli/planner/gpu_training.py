@@ -101,7 +101,7 @@ class Moments:
         else:
             each = a.dense_layers * dense + a.expert_layers * sparse + size * hidden
             kinds = [(a.dense_layers, dense, "dense"), (a.expert_layers, sparse, "expert")]
-            formula = " + ".join(f"{n} {kind} layers x {nbytes:,} B" for n, nbytes, kind in kinds if n)
+            formula = " + ".join(f"{n} {kind} layer{'s' * (n > 1)} x {nbytes:,} B" for n, nbytes, kind in kinds if n)
             formula += f" + {size} x {hidden:,} B of the last hidden state"
         return _part("activations", tokens * each, f"{tokens:,} tokens x ({formula})")
 
@@ -170,11 +170,15 @@ class Moments:
         """Gradients inside the widest layer: a norm's float32 chain takes 9 H numbers of 2 bytes, a SwiGLU 3 I, routed
         experts what one call of their gradient holds at a time."""
         a, tokens, hidden = self.shape.activations, self.lengths.micro_tokens, self.shape.hidden
-        widest, what = max((9 * a.stream, f"9 x {a.stream:,}"), (3 * a.dense_width, f"3 x {a.dense_width:,}"))
+        widest, what = max(
+            (9 * a.stream, f"9 x {a.stream:,} hidden"), (3 * a.dense_width, f"3 x {a.dense_width:,} inside the MLP")
+        )
         expert = self._expert_rows()
         if expert:
             k = self.shape.experts_per_token
-            widest, what = max((widest, what), (k * expert + 2 * hidden, f"{k} x {expert:,} + 2 x {hidden:,}"))
+            widest, what = max(
+                (widest, what), (k * expert + 2 * hidden, f"{k} experts x {expert:,} + 2 x {hidden:,} hidden")
+            )
         nbytes, formula = tokens * widest * self.dtype_bytes, f"{tokens:,} tokens x ({what}) x {self.dtype_bytes} B"
         gradients = self._expert_gradients()
         if gradients:

@@ -66,7 +66,7 @@ class Trainer:
         rows = [
             ("adapter as multiplied", 4 * m, f"4 B x {count(m)} numbers, rounded to BF16, held in float32"),
             ("master weights (float32)", 4 * t, f"4 B x {what}"),
-            ("gradients", 4 * (t + m), f"4 B x ({count(t)} of the master + {count(m)} of what is multiplied)"),
+            ("gradients", 4 * (t + m), f"4 B x ({count(t)} trained numbers + {count(m)} of the matrices)"),
             ("optimizer moments", 8 * t, f"2 moments x 4 B x {count(t)}"),
         ]
         return [Part(name=n, side=Side.trainer, nbytes=b, formula=f, certain=True) for n, b, f in rows if b]
@@ -102,7 +102,7 @@ class Trainer:
         else:
             per_token = a.dense_layers * dense + a.expert_layers * sparse
             kinds = [(a.dense_layers, dense, "dense"), (a.expert_layers, sparse, "expert")]
-            listed = " + ".join(f"{n} {kind} layers x {each:,} B" for n, each, kind in kinds if n)
+            listed = " + ".join(f"{n} {kind} layer{'s' * (n > 1)} x {each:,} B" for n, each, kind in kinds if n)
             formula = f"{tokens:,} tokens x ({listed})"
         return Part(name="activations", side=Side.trainer, nbytes=tokens * per_token, formula=formula)
 
@@ -113,7 +113,7 @@ class Trainer:
             name="backward working set",
             side=Side.trainer,
             nbytes=tokens * (widest + 2 * a.stream) * size,
-            formula=f"{tokens:,} tokens x ({widest:,} + 2 x {a.stream:,}) x {size} B",
+            formula=f"{tokens:,} tokens x ({widest:,} in the widest layer + 2 x {a.stream:,} hidden) x {size} B",
         )
 
     def attention(self) -> Part:
