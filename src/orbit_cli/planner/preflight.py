@@ -50,7 +50,7 @@ def preflight(config: OrbitConfig, *, command: str, overrides: Sequence[str] | N
         return None
     require_gpus(config, _count(found))
     if plan is not None:
-        _require_memory(plan, found or [])
+        _require_memory(plan, found or [], command, overrides)
     return plan
 
 
@@ -119,7 +119,9 @@ def _remedy(plan: Plan, command: str, overrides: Sequence[str] | None) -> str:
 
 
 def _shown(command: str, overrides: Sequence[str] | None, more: Sequence[str] = ()) -> str:
-    return f"`{plan_command(command, overrides, more)}`" if overrides is not None else "`orbit plan`"
+    if overrides is not None:
+        return f"`{plan_command(command, overrides, more)}`"
+    return f"`orbit plan` with the run's settings{' and ' * bool(more)}{' '.join(more)}"
 
 
 def _files(config: OrbitConfig, plan: Plan | None, gpus: str) -> str:
@@ -133,7 +135,7 @@ def _files(config: OrbitConfig, plan: Plan | None, gpus: str) -> str:
     )
 
 
-def _require_memory(plan: Plan, found: list[Gpu]) -> None:
+def _require_memory(plan: Plan, found: list[Gpu], command: str, overrides: Sequence[str] | None) -> None:
     """Refuse GPUs that are smaller than the plan's, or fuller than it can bear. Raises ConfigError."""
     hardware, need = plan.config.hardware, plan.peak.nbytes
     what = f"{WORK[plan.peak.name]} needs {size(need)}"
@@ -141,8 +143,8 @@ def _require_memory(plan: Plan, found: list[Gpu]) -> None:
         if gpu.total_mib is not None and gpu.total_mib * MIB * (1 - plan.config.memory.headroom) < need:
             raise ConfigError(
                 f"hardware={hardware.name} counts on GPUs of {size(plan.memory or need)}, but GPU {number} here has "
-                f"{size(gpu.total_mib * MIB)} and {what}; see what fits with `orbit plan` and "
-                f"hardware.memory_mib={gpu.total_mib}"
+                f"{size(gpu.total_mib * MIB)} and {what}; see what fits with "
+                + _shown(command, overrides, [f"hardware.memory_mib={gpu.total_mib}"])
             )
         if gpu.free_mib is not None and gpu.free_mib * MIB < need:
             raise ConfigError(
