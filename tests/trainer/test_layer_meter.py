@@ -68,6 +68,15 @@ def test_every_layer_and_its_experts_are_measured_and_gradients_stay_bit_for_bit
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.module.modules()), "hooks were left behind"
 
 
+def test_a_short_run_has_a_record_too(moe_base):
+    model = moe_model(moe_base)
+    meter = LayerMeter(model)
+    run(model, meter)
+    assert meter.record is None
+    meter.finish()
+    assert len(meter.record["layers"]) == model.module.config.num_hidden_layers
+
+
 def test_a_step_without_gradient_is_not_measured(moe_base):
     model = moe_model(moe_base)
     meter = LayerMeter(model)

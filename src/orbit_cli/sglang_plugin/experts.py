@@ -117,7 +117,7 @@ class AdaptedExpertsMethod:
 
     def held(self, slot: int, names: set[str]) -> dict[str, Tensor]:
         """This rank's part of the named tensors as it lies in a slot, back in bfloat16 (exact)."""
-        return {name: view.to("cpu", torch.bfloat16) for name, view, _, _ in self._storage(slot) if name in names}
+        return {name: view.to(torch.bfloat16) for name, view, _, _ in self._storage(slot) if name in names}
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a full tensor."""

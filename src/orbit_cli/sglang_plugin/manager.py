@@ -10,6 +10,7 @@ Left out: the multiplications (linear.py, experts.py, latent.py) and the answer 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -156,6 +157,8 @@ class AdapterManager:
         flat = pushed[BUCKET].to(self.device)  # one copy for all
         kind, tensors = about["kind"], unpack(flat, about["index"])
         self._check_tensors(name, kind, tensors)
+        if not math.isfinite(float(about["scaling"])):
+            raise ValueError(f"{name}: its scaling is {about['scaling']}; publish it with a number")
         if not torch.isfinite(flat).all():
             wrong = next(key for key, tensor in tensors.items() if not torch.isfinite(tensor).all())
             raise ValueError(f"{name}: {wrong} has NaN or infinite values")

@@ -134,8 +134,7 @@ class Recorder:
             self._layers_written = True
             write_json(self.folder.layers, {"about": LAYERS_ABOUT, **record})
             rows = record["layers"]
-            mean = {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in rows[-1]}
-            parts = [_cost(mean, part) for part in ("", "experts_") if part + "kept_mib" in mean]
+            parts = [_cost(rows, part) for part in ("", "experts_") if any(part + "kept_mib" in row for row in rows)]
             self.notify(f"a layer in the mean, {record['tokens']} tokens: " + "; ".join(parts))
 
     def evaluation(self, step: int, result: EvalResult, policy: str | None = None) -> None:
@@ -193,9 +192,12 @@ class Recorder:
             )
 
 
-def _cost(mean: Mapping[str, float], part: str) -> str:
-    """One line on a layer or on the experts in it."""
-    forward, backward, kept = (mean[part + name] for name in ("forward_ms", "backward_ms", "kept_mib"))
+def _cost(rows: Sequence[Mapping[str, float]], part: str) -> str:
+    """One line on a layer, or on the experts of those that have some, in the mean."""
+    having = [row for row in rows if part + "kept_mib" in row]
+    forward, backward, kept = (
+        sum(row[part + name] for row in having) / len(having) for name in ("forward_ms", "backward_ms", "kept_mib")
+    )
     where = "experts alone " if part else ""
     return f"{where}{forward:.1f} ms forward, {backward:.1f} ms backward, {kept:.1f} MiB kept"
 

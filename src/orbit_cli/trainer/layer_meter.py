@@ -27,7 +27,7 @@ class LayerMeter:
 
     >>> with meter.step():
     ...     optimise(...)
-    >>> meter.record  # None, until MEASURED_STEPS steps were measured
+    >>> meter.record  # None, until MEASURED_STEPS steps were measured or `finish` was called
     {"tokens": 2816, "layers": [{"forward_ms": 1.9, "backward_ms": 4.1, "kept_mib": 12.5, "experts_forward_ms": ...}]}
     """
 
@@ -54,7 +54,11 @@ class LayerMeter:
             layers = [{k: v for prefix, w in own.items() for k, v in w.row(prefix).items()} for own in watches]
             self._seen.append({"tokens": clock.tokens, "layers": layers})
         if len(self._seen) == MEASURED_STEPS:
-            self.record = min(self._seen, key=_time_per_token)
+            self.finish()
+
+    def finish(self) -> None:
+        """No more steps will come: `record` is the best of those that were measured, if there are any."""
+        self.record = self.record or min(self._seen, key=_time_per_token, default=None)
 
 
 def _time_per_token(record: dict) -> float:

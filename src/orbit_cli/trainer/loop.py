@@ -80,6 +80,8 @@ def train_loop(session: Session) -> None:
         if _checkpoint_due(session):
             checkpoint(session)
 
+    session.meter.finish()
+    recorder.layers(session.meter.record)
     if session.stop.requested:
         checkpoint(session)
 
