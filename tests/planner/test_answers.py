@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from enum import StrEnum
 
 import pytest
-import yaml
 from planning import bases, composed, planned
 
-from orbit_cli.config.locate import group_options
-from orbit_cli.config.schema import OrbitConfig
-from orbit_cli.config.schema.memory import TrainerLayout
 from orbit_cli.errors import ConfigError
-from orbit_cli.planner.advice import largest_micro_batch, longest_response, nearest_fit, sequences_at_once
+from orbit_cli.planner.advice import nearest_fit
 from orbit_cli.planner.built import not_built
-from orbit_cli.planner.machine import gpu_machines
+from orbit_cli.planner.largest import longest_response
 from orbit_cli.planner.model import read_model
 from orbit_cli.planner.part import Side
 from orbit_cli.planner.plan import make_plan
@@ -66,95 +60,6 @@ def test_qwen3_moe_in_int4_on_one_card_of_24_gb() -> None:
     today = nearest_fit(plan, runnable=True)
     assert not not_built(today.plan)
     assert any(text.startswith("hardware=") for text in today.overrides)
-
-
-CASES = [
-    ("model=kimi_k26", "hardware=h100x8"),
-    ("model=kimi_k26", "hardware=b200x8", "experiment=long_answers"),
-    ("model=deepseek_v4_pro", "hardware=h200x8"),
-    ("model=deepseek_v4_flash", "hardware=cpu"),
-    ("model=qwen3_30b_a3b", "hardware=rtx4090x1", "quantization=bf16"),
-    ("model=kimi_k26", "hardware=b200x8", "adapter.expert_targets=[gate_proj,up_proj,down_proj]"),
-]
-
-
-@pytest.mark.parametrize("overrides", CASES, ids=" ".join)
-def test_what_is_advised_fits_and_nothing_of_it_is_idle(overrides: tuple[str, ...]) -> None:
-    plan = planned(*overrides)
-    assert not plan.fits
-    nearest = nearest_fit(plan)
-    assert nearest is not None and nearest.plan.fits
-    groups = [text for text in nearest.overrides if "." not in text.partition("=")[0]]
-    kept = [text for text in overrides if not any(text.startswith(g.partition("=")[0] + "=") for g in groups)]
-    assert planned(*kept, *nearest.overrides).fits
-    for idle in nearest.overrides:
-        rest = [text for text in nearest.overrides if text != idle]
-        try:
-            assert not planned(*(kept if idle not in groups else overrides), *rest).fits, idle
-        except ConfigError:
-            continue  # the rest alone is refused
-
-
-MODELS = [name for name in group_options("model") if name != "checkpoint"]
-MACHINES = {name: hardware for name, hardware in gpu_machines()}
-VARIANTS = [
-    {},
-    {"adapter.expert_targets": ["gate_proj", "up_proj", "down_proj"]},
-    {"rollout.max_new_tokens": 20_480, "rollout.max_prompt_tokens": 2048, "trainer.micro_batch_tokens": 32_768},
-    {"memory.trainer_layout": TrainerLayout.sharded, "engine.tensor_parallel": 1},
-]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_suggestion_fits_when_it_is_set(name: str) -> None:
-    """All models on all machines: what is advised fits, and what is advised for today can be run today."""
-    for machine, hardware in MACHINES.items():
-        for variant in VARIANTS:
-            ranks = hardware.gpus if composed(f"model={name}", "hardware=h200x8").engine.tensor_parallel == 8 else 1
-            asked = {"hardware": machine, "engine.tensor_parallel": ranks, **variant}
-            plan = make_plan(changed(composed(f"model={name}"), asked))
-            for runnable in (False, True):
-                nearest = nearest_fit(plan, runnable=runnable)
-                if nearest is None:
-                    continue
-                pasted = dict(text.split("=", 1) for text in nearest.overrides)
-                then = make_plan(changed(plan.config, {key: yaml.safe_load(text) for key, text in pasted.items()}))
-                assert then.fits, (machine, variant, nearest.overrides, then.limits)
-                assert not (runnable and not_built(then)), (machine, variant, nearest.overrides)
-            assert plan.fits or nearest_fit(plan) is not None, (machine, variant, plan.limits)
-
-
-def changed(config: OrbitConfig, values: dict[str, object]) -> OrbitConfig:
-    """The config with overrides set, without Hydra; a model made for a whole machine goes along with it."""
-    for key, value in values.items():
-        if key == "hardware":
-            whole = config.engine.tensor_parallel == config.hardware.gpus > 1
-            config = replace(config, hardware=MACHINES[value])
-            if whole:
-                config = changed(config, {"engine.tensor_parallel": config.hardware.gpus})
-            continue
-        section, field = key.split(".") if "." in key else (key, "format")
-        part = getattr(config, section)
-        kind = type(getattr(part, field))
-        value = kind(value) if issubclass(kind, StrEnum) else value
-        config = replace(config, **{section: replace(part, **{field: value})})
-    return config
-
-
-def test_the_longest_response_is_the_longest() -> None:
-    base = ("model=kimi_k26", "hardware=h200x8", SHARED)
-    most = longest_response(planned(*base))
-    assert planned(*base, f"rollout.max_new_tokens={most}").fits
-    assert not planned(*base, f"rollout.max_new_tokens={most + 1}").fits
-
-
-def test_the_largest_micro_batch_is_the_largest() -> None:
-    base = ("model=qwen3_30b_a3b", "hardware=h200x1", "experiment=long_answers", "engine.max_total_tokens=65536")
-    plan = planned(*base)
-    most = largest_micro_batch(plan)
-    assert plan.config.trainer.micro_batch_tokens < most < plan.lengths.samples * plan.lengths.longest
-    assert planned(*base, f"trainer.micro_batch_tokens={most}").fits
-    assert sequences_at_once(plan) >= 1
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ CASES = [
     ("tiny_moe", "adapter=lora", "adapter.targets=[q_proj,k_proj,v_proj,o_proj]", EVERY),
     ("tiny_mla_moe", "adapter=oft", "adapter.targets=[q_b_proj,kv_b_proj,o_proj,gate_proj,up_proj,down_proj]"),
     ("tiny_mla_moe", "adapter=oft", "adapter.targets=[q_b_proj,kv_b_proj,o_proj]", EVERY),
-    ("tiny_mla_moe", "adapter=lora", "adapter.targets=[q_b_proj,kv_b_proj,o_proj]", EVERY),
+    ("tiny_mla_moe", "adapter=lora", "adapter.targets=[q_b_proj,kv_a_proj_with_mqa,o_proj]", EVERY),
 ]
 
 

@@ -7,6 +7,7 @@ No torch, no SGLang. Left out: whether the shapes fit (the plugin checks them wh
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from orbit_cli.errors import ConfigError
@@ -63,16 +64,20 @@ def check_targets(checkpoint_config: dict[str, Any], spec: AdapterSpec) -> None:
             "this checkpoint quantises latent attention, which SGLang 0.5.17 cannot load (it reads plain q_b_proj and "
             "kv_b_proj); quantise the routed experts alone, as Kimi-K2 does: quantization.targets=[experts]"
         )
-    for key, wanted, accepted in (("targets", spec.targets, linears), ("expert_targets", spec.expert_targets, experts)):
-        for name in wanted:
-            if name not in accepted:
-                nearest = difflib.get_close_matches(name, accepted, n=1)
-                near = f" (nearest: {nearest[0]})" if nearest else ""
-                accepts = ", ".join(accepted) if accepted else "nothing: the model has no routed experts"
-                raise ConfigError(
-                    f"adapter.{key} has {name!r}{near}, which the engine cannot serve as {spec.kind} on model type "
-                    f"{checkpoint_config.get('model_type')}; accepted are {accepts}"
-                )
+    model_type = checkpoint_config.get("model_type")
+    problem = f"which the engine cannot serve as {spec.kind} on model type {model_type}"
+    check_names("targets", spec.targets, linears, problem)
+    check_names("expert_targets", spec.expert_targets, experts, problem)
+
+
+def check_names(key: str, wanted: Sequence[str], accepted: Sequence[str], problem: str) -> None:
+    """Raise ConfigError naming the first of adapter.`key` that is not accepted, the nearest name, and all of them."""
+    for name in wanted:
+        if name not in accepted:
+            nearest = difflib.get_close_matches(name, accepted, n=1)
+            near = f" (nearest: {nearest[0]})" if nearest else ""
+            accepts = ", ".join(accepted) if accepted else "nothing: the model has no routed experts"
+            raise ConfigError(f"adapter.{key} has {name!r}{near}, {problem}; accepted are {accepts}")
 
 
 def _quantises_attention(checkpoint_config: dict[str, Any]) -> bool:

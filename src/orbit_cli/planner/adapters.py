@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orbit_cli.config.schema.base import AdapterConfig, AdapterKind
+from orbit_cli.engine.targets import FAMILIES, check_names, supported_targets
+from orbit_cli.errors import ConfigError
 from orbit_cli.planner.shape import Category, ModelShape, Weight
 
 ROLES = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
@@ -55,6 +57,35 @@ class Site:
             return self.multiplied(adapter) / (ranks if row or self.name == "wo_a" else 1)
         a, b = (adapter.rank * self.linears * size for size in (self.inputs, self.outputs))
         return a / ranks + b if row else a + b / ranks
+
+
+def check_targets(shape: ModelShape, adapter: AdapterConfig) -> None:
+    """Refuse what training would refuse: names that match nothing and layers that are not there. Raises ConfigError."""
+    absent = [layer for layer in adapter.layers if not 0 <= layer < shape.layers]
+    if absent:
+        raise ConfigError(
+            f"adapter.layers names layer {absent[0]}, but the model has layers 0 to {shape.layers - 1}; set numbers in "
+            "that range, or [] for all"
+        )
+    linears = [w.name for w in shape.weights if w.category in ADAPTABLE and w.linear]
+    experts = [ROLES[w.name] for w in shape.of(Category.experts)]
+    problem = f"which matches no linear of model type {shape.model_type}"
+    if shape.model_type in FAMILIES:
+        facts = {"model_type": shape.model_type, "q_lora_rank": "q_b_proj" in linears}
+        linears, experts = supported_targets(facts, adapter.kind)
+        problem = f"which the engine cannot serve as {adapter.kind} on model type {shape.model_type}"
+    check_names("targets", adapter.targets, list(dict.fromkeys(linears)), problem)
+    check_names("expert_targets", adapter.expert_targets, list(dict.fromkeys(experts)), problem)
+    found = sites(shape, adapter)
+    dense = {site.name for site in found if not site.experts}
+    routed = {ROLES[site.name] for site in found if site.experts}
+    for key, wanted, names in (("targets", adapter.targets, dense), ("expert_targets", adapter.expert_targets, routed)):
+        missing = [name for name in wanted if name not in names]
+        if missing:
+            raise ConfigError(
+                f"adapter.{key} has {missing[0]!r}, which layers {adapter.layers} do not have; set adapter.layers=[] "
+                "for all"
+            )
 
 
 def sites(shape: ModelShape, adapter: AdapterConfig) -> list[Site]:

@@ -1,45 +1,34 @@
-"""What to change: the nearest config that fits, the longest response, the largest batch. Each is tried, never guessed.
+"""What to change so that a plan fits: the nearest config. Each suggestion is tried, never guessed.
 
-Changes are tried from the least to the most intrusive: alone, then together, and what turns out not to be needed is
-left out again. Larger hardware comes last.
+Changes are tried by the harm that they do: first those with which the run samples and learns the same, then shorter
+responses, as long as they can be, then what changes learning, and last another machine. Within each, one change that is
+enough is preferred to several, and of several those that turn out not to be needed are left out again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from orbit_cli.config.schema import OrbitConfig
-from orbit_cli.config.schema.base import AdapterKind, NumberFormat
+from orbit_cli.config.schema.base import AdapterKind
 from orbit_cli.config.schema.memory import EngineLayout, Offload, TrainerLayout
 from orbit_cli.config.schema.system import Device, HardwareConfig
-from orbit_cli.errors import ConfigError
+from orbit_cli.models.families import FAMILIES as TRAINED
 from orbit_cli.planner.built import not_built
-from orbit_cli.planner.machine import gpu_machines, whole_memory
-from orbit_cli.planner.model import read_model
+from orbit_cli.planner.changes import Change, Harm, tried
+from orbit_cli.planner.largest import largest_micro_batch as largest_micro_batch
+from orbit_cli.planner.largest import longest_response, response_values
+from orbit_cli.planner.largest import sequences_at_once as sequences_at_once
+from orbit_cli.planner.machine import gpu_machines, machine_of, whole_memory
 from orbit_cli.planner.part import size
-from orbit_cli.planner.plan import Plan, make_plan
+from orbit_cli.planner.plan import Plan
 
 PAGE = 4096  # caches are suggested in multiples of this many tokens
-SHORTER = (4096, 1024)  # tokens of a response
-SMALL_BLOCK, SMALL_RANK, SHORT_CHUNK, FEW_RUNNING = 16, 8, 128, 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """Overrides that belong together, with what they do.
-
-    >>> Change(values={"memory.shared_base": True}, why="one copy of the base").overrides
-    ['memory.shared_base=true']
-    """
-
-    values: dict[str, Any]  # "section.field" -> value; "hardware" and "quantization" name a group's option
-    why: str
-
-    @property
-    def overrides(self) -> list[str]:
-        return [f"{key}={_shown(value)}" for key, value in self.values.items()]
+SMALL_BLOCK, SMALL_RANK, SHORT_CHUNK, RUNNING = 16, 8, 128, (16, 4)
+FEWEST = 128  # tokens: no response is suggested to be shorter
+HALF, LEAST = 2, 16  # shorter responses alone keep half of their length, together with other changes a 16th
+SPARE = 0.95  # a change that gains less than a 20th of the length is not needed for it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,40 +44,188 @@ class Nearest:
 
 
 def nearest_fit(plan: Plan, *, trains: bool = True, runnable: bool = False) -> Nearest | None:
-    """The fewest, least intrusive changes with which the plan fits; None if it fits already or nothing helps.
+    """The least harmful changes with which the plan fits; None if it fits already or nothing helps.
 
     `runnable` leaves out what can be planned but not run yet (built.py).
     """
-    if _accepts(plan, trains, runnable):
+    if runnable and trains and plan.model.shape.model_type not in TRAINED:
         return None
-    found = _fitting(plan, trains, runnable)
+    here = _Search(plan=plan, trains=trains, runnable=runnable)
+    if here.accepted([]) is not None:
+        return None
+    found = here.fitting(Harm.learning)
     if found:
         return found
-    for name, hardware in larger_hardware(plan):
-        values: dict[str, Any] = {"hardware": name}
-        if plan.config.hardware.gpus == 1 < hardware.gpus:
-            values["engine.tensor_parallel"] = hardware.gpus
-        memory = whole_memory(hardware) / hardware.gpus
-        moved = Change(values=values, why=f"{hardware.gpus} GPU{'s' * (hardware.gpus > 1)} of {size(memory)}")
-        there = _tried(plan, [moved], trains)
-        if there is None:
-            continue
-        if _accepts(there, trains, runnable):
-            return Nearest(changes=[moved], plan=there)
-        more = _fitting(there, trains, runnable)
-        if more:
-            return Nearest(changes=[moved, *more.changes], plan=more.plan)
+    moves = [(change, there) for change in _moves(plan) if (there := tried(plan, [change], trains=trains)) is not None]
+    searches = [(change, _Search(plan=there, trains=trains, runnable=runnable)) for change, there in moves]
+    for worst in (Harm.none, Harm.learning):
+        for moved, search in searches:
+            there = Nearest(changes=[], plan=search.plan) if search.accepted([]) else search.fitting(worst)
+            if there is not None:
+                return Nearest(changes=[moved, *there.changes], plan=there.plan)
     return None
 
 
+def larger_hardware(plan: Plan) -> list[tuple[str, HardwareConfig]]:
+    """Machines of conf/hardware with more memory than this plan's, the smallest first."""
+    have = (plan.memory or 0) * max(plan.config.hardware.gpus, 1) if plan.layout.on_gpu else 0
+    return [(name, hw) for name, hw in gpu_machines() if whole_memory(hw) > have]
+
+
 def changes(plan: Plan) -> Iterator[Change]:
-    """Everything that could make this plan smaller, the least intrusive first."""
+    """Everything but the lengths that could make this plan smaller, the least harmful first."""
+    yield from _smaller_batches(plan)
+    yield from _layouts(plan)
+    yield from _less_learning(plan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Search:
+    """One machine's search; every combination is planned once."""
+
+    plan: Plan
+    trains: bool
+    runnable: bool
+    memo: dict[tuple[str, ...], Plan | None] = field(default_factory=dict)
+
+    def fitting(self, worst: Harm) -> Nearest | None:
+        """The least harmful changes that are enough, with no more harm than `worst`."""
+        options = list(changes(self.plan))
+        harmless = [option for option in options if option.harm is Harm.none]
+        forced = self._positions()
+        if forced:
+            return self._first([forced]) or self._several([forced, *harmless]) if worst else None
+        found = self._first(harmless) or self._several(harmless)
+        if found or worst is Harm.none:
+            return found
+        rest = [option for option in options if option not in harmless]
+        return (
+            self._shorter([], HALF)
+            or self._shorter(harmless, LEAST)
+            or self._first(rest)
+            or self._several(options)
+            or self._shorter(options, LEAST)
+        )
+
+    def planned(self, chosen: list[Change]) -> Plan | None:
+        """The plan with these changes; None where they cannot be set together."""
+        key = tuple(override for change in chosen for override in change.overrides)
+        if key not in self.memo:
+            self.memo[key] = tried(self.plan, chosen, trains=self.trains) if chosen else self.plan
+        return self.memo[key]
+
+    def accepted(self, chosen: list[Change]) -> Plan | None:
+        """The plan with these changes if it fits, and can be run where that is asked for."""
+        plan = self.planned(chosen)
+        if plan is None or not plan.fits or (self.runnable and not_built(plan, trains=self.trains)):
+            return None
+        return plan
+
+    def _first(self, options: list[Change]) -> Nearest | None:
+        """The first that is enough alone."""
+        for option in options:
+            if (plan := self.accepted([option])) is not None:
+                return Nearest(changes=[option], plan=plan)
+        return None
+
+    def _several(self, options: list[Change]) -> Nearest | None:
+        """The first of them that are enough together, without those that are not needed."""
+        chosen: list[Change] = []
+        for option in options:
+            if self._joins(chosen, option):
+                chosen.append(option)
+                if self.accepted(chosen) is not None:
+                    break
+        if self.accepted(chosen) is None:
+            return None
+        for option in list(reversed(chosen)):
+            without = [one for one in chosen if one is not option]
+            if without and self.accepted(without) is not None:
+                chosen = without
+        return Nearest(changes=chosen, plan=self.accepted(chosen))
+
+    def _shorter(self, options: list[Change], part: int) -> Nearest | None:
+        """The longest responses that fit with all of these, without those that gain next to nothing; None where less
+        than one of `part` parts of the wanted length is left."""
+        wanted = self.plan.config.rollout.max_new_tokens
+        chosen: list[Change] = []
+        for option in options:
+            if "trainer.micro_batch_tokens" not in option.values and self._joins(chosen, option):
+                chosen.append(option)
+        tokens = self._longest(chosen)
+        if tokens < max(FEWEST, wanted // part) or tokens >= wanted:
+            return None
+        for option in list(reversed(chosen)):
+            without = [one for one in chosen if one is not option]
+            if self.accepted([*without, self._cut(without, int(tokens * SPARE))]) is not None:
+                chosen = without
+        cut = self._cut(chosen, self._longest(chosen))
+        plan = self.accepted([*chosen, cut])
+        return Nearest(changes=[*chosen, cut], plan=plan) if plan is not None else None
+
+    def _longest(self, chosen: list[Change]) -> int:
+        plan = self.planned(chosen)
+        return longest_response(plan, trains=self.trains) if plan is not None else 0
+
+    def _cut(self, chosen: list[Change], tokens: int) -> Change:
+        """Responses of so many tokens, beside the chosen changes."""
+        plan = self.planned(chosen) or self.plan
+        values = response_values(plan, tokens, trains=self.trains)
+        return Change(values=values, why="responses as long as fit", harm=Harm.lengths)
+
+    def _positions(self) -> Change | None:
+        """Lengths that the model has positions for; prompts are shortened only where they alone are too long."""
+        positions, rollout = self.plan.model.shape.longest, self.plan.config.rollout
+        if not positions or self.plan.lengths.longest <= positions:
+            return None
+        prompt, turns = rollout.max_prompt_tokens, self.plan.config.environment.max_turns
+        values: dict[str, Any] = {}
+        if prompt + turns > positions:
+            values["rollout.max_prompt_tokens"] = prompt = positions // 2
+        values["rollout.max_new_tokens"] = max((positions - prompt) // turns, 1)
+        return Change(values=values, why="lengths that the model has positions for", harm=Harm.lengths)
+
+    def _joins(self, chosen: list[Change], option: Change) -> bool:
+        """Whether a change can be added: nothing is undone, nothing refuses it, nothing unbuilt comes in where that
+        matters."""
+        exclusive = {"memory.shared_base", "memory.offload", "memory.trainer_layout"}
+        taken = {key for change in chosen for key in change.values}
+        if taken & exclusive and exclusive & set(option.values):
+            return False
+        if self.planned([*chosen, option]) is None:
+            return False
+        return not (self.runnable and self._unbuilt(option))
+
+    def _unbuilt(self, option: Change) -> bool:
+        """Whether this change alone brings in something that cannot be run yet."""
+        plan = self.planned([option])
+        missing = not_built(self.plan, trains=self.trains)
+        return plan is not None and len(not_built(plan, trains=self.trains)) > len(missing)
+
+
+def _moves(plan: Plan) -> Iterator[Change]:
+    """Larger machines. What the config sets of its hardware by hand stays when another is named, so it is set again."""
+    config, own = plan.config, plan.config.hardware
+    file = machine_of(own.name)
+    for name, hardware in larger_hardware(plan):
+        values: dict[str, Any] = {"hardware": name}
+        for key in ("device", "gpus", "memory_mib"):
+            by_hand = file is None or getattr(own, key) != getattr(file, key)
+            if by_hand and getattr(own, key) != getattr(hardware, key):
+                values[f"hardware.{key}"] = getattr(hardware, key)
+        implied: dict[str, Any] = {}
+        spans = config.engine.tensor_parallel == own.gpus  # models made for whole machines have ${hardware.gpus}
+        if spans and own.gpus != hardware.gpus:
+            (values if own.gpus else implied)["engine.tensor_parallel"] = hardware.gpus  # nobody writes 0 by hand
+        why = f"{hardware.gpus} GPU{'s' * (hardware.gpus > 1)} of {size(whole_memory(hardware) / hardware.gpus)}"
+        yield Change(values=values, why=why, implied=implied)
+
+
+def _smaller_batches(plan: Plan) -> Iterator[Change]:
+    """Less at a time, which changes how fast it goes and nothing else."""
     config, counted = plan.config, plan.lengths
-    on_gpu, gpus = config.hardware.device is Device.cuda, max(config.hardware.gpus, 1)
+    on_gpu, pool = config.hardware.device is Device.cuda, config.engine.max_total_tokens
     needed = _pages(counted.in_flight)
-    pool = config.engine.max_total_tokens
-    if plan.model.shape.longest and counted.longest > plan.model.shape.longest:
-        yield _within(plan.model.shape.longest, config)
     if pool is not None and pool < counted.longest:
         yield Change(values={"engine.max_total_tokens": needed}, why="a cache that holds a whole sequence")
     elif (on_gpu and pool is None) or (pool or 0) > needed:
@@ -101,79 +238,32 @@ def changes(plan: Plan) -> Iterator[Change]:
         yield Change(values={"trainer.logprob_chunk_tokens": SHORT_CHUNK}, why="fewer logits at a time")
     if config.engine.mem_fraction_static < 0.9:
         yield Change(values={"engine.mem_fraction_static": 0.9}, why="let the engine reserve more of the GPU")
-    if counted.running > FEW_RUNNING and (pool or counted.in_flight) > FEW_RUNNING * counted.longest:
-        fewer = {"engine.max_running_requests": FEW_RUNNING}
-        fewer["engine.max_total_tokens"] = _pages(FEW_RUNNING * counted.longest)
-        yield Change(values=fewer, why="fewer tokens in flight")
-    yield from _smaller_adapters(plan)
-    if on_gpu and gpus > 1 and config.engine.tensor_parallel < gpus:
-        yield Change(values={"engine.tensor_parallel": gpus}, why="the engine on all GPUs")
-    yield from _smaller_base(plan)
-    yield from _layouts(plan, gpus)
-    for tokens in SHORTER:
-        if config.rollout.max_new_tokens > tokens:
-            longest = config.rollout.max_prompt_tokens + tokens * config.environment.max_turns
-            values: dict[str, Any] = {"rollout.max_new_tokens": tokens}
-            if config.trainer.micro_batch_tokens > longest:
-                values["trainer.micro_batch_tokens"] = longest
-            yield Change(values=values, why="shorter responses")
-
-
-def longest_response(plan: Plan, *, trains: bool = True) -> int:
-    """Largest rollout.max_new_tokens with which the plan fits, all else equal; 0 if not even 1 does."""
-    most = (plan.model.shape.longest or 1 << 20) - plan.config.rollout.max_prompt_tokens
-    return _largest(plan, "rollout.max_new_tokens", max(most, 1), trains)
-
-
-def largest_micro_batch(plan: Plan) -> int:
-    """Largest trainer.micro_batch_tokens with which the plan fits, up to a whole step; 0 if none does."""
-    return _largest(plan, "trainer.micro_batch_tokens", plan.lengths.samples * plan.lengths.longest, True)
-
-
-def sequences_at_once(plan: Plan) -> int:
-    """Sequences of full length that the cache of one GPU would hold if it took what is left; 0 if nothing is."""
-    if plan.budget is None or not plan.cache_bytes_per_token:
-        return 0
-    phase = next(phase for phase in plan.phases if phase.name == "rollout")
-    kept = sum(part.nbytes for part in phase.parts if part.name != "KV cache")
-    return max(int((plan.budget - kept) / plan.cache_bytes_per_token) // plan.lengths.longest, 0)
-
-
-def larger_hardware(plan: Plan) -> list[tuple[str, HardwareConfig]]:
-    """Machines of conf/hardware with more memory than this plan's, the smallest first."""
-    have = (plan.memory or 0) * max(plan.config.hardware.gpus, 1) if plan.layout.on_gpu else 0
-    return [(name, hw) for name, hw in gpu_machines() if whole_memory(hw) > have]
-
-
-def _within(positions: int, config: OrbitConfig) -> Change:
-    """Lengths that the model has positions for; prompts are shortened only where they alone are too long."""
-    prompt, turns = config.rollout.max_prompt_tokens, config.environment.max_turns
-    values: dict[str, Any] = {}
-    if prompt + turns > positions:
-        values["rollout.max_prompt_tokens"] = prompt = positions // 2
-    values["rollout.max_new_tokens"] = max((positions - prompt) // turns, 1)
-    return Change(values=values, why="lengths that the model has positions for")
-
-
-def _smaller_adapters(plan: Plan) -> Iterator[Change]:
-    adapter = plan.config.adapter
-    if plan.config.engine.live_versions > 2:
+    for running in RUNNING:
+        if counted.running > running and (pool or counted.in_flight) > running * counted.longest:
+            fewer = {"engine.max_running_requests": running}
+            fewer["engine.max_total_tokens"] = _pages(running * counted.longest)
+            yield Change(values=fewer, why="fewer sequences at once")
+    if config.engine.live_versions > 2:
         yield Change(values={"engine.live_versions": 2}, why="fewer adapter slots")
+    if on_gpu and 1 <= config.engine.tensor_parallel < config.hardware.gpus:
+        yield Change(values={"engine.tensor_parallel": config.hardware.gpus}, why="the engine on all GPUs")
+
+
+def _less_learning(plan: Plan) -> Iterator[Change]:
+    """Another base, or a smaller adapter: what is learned changes."""
+    adapter, harm = plan.config.adapter, Harm.learning
     if adapter.kind is AdapterKind.oft and adapter.block_size > SMALL_BLOCK:
-        yield Change(values={"adapter.block_size": SMALL_BLOCK}, why="a smaller adapter")
+        yield Change(values={"adapter.block_size": SMALL_BLOCK}, why="a smaller adapter", harm=harm)
     if adapter.kind is AdapterKind.lora and adapter.rank > SMALL_RANK:
-        yield Change(values={"adapter.rank": SMALL_RANK}, why="a smaller adapter")
-    if adapter.expert_targets and adapter.targets:
-        yield Change(values={"adapter.expert_targets": []}, why="no adapters on routed experts")
-
-
-def _smaller_base(plan: Plan) -> Iterator[Change]:
+        yield Change(values={"adapter.rank": SMALL_RANK}, why="a smaller adapter", harm=harm)
     if set(plan.model.rules.formats.values()) <= {"", "fp8"}:
-        yield Change(values={"quantization": "int4"}, why="a 4-bit base")
+        yield Change(values={"quantization": "int4"}, why="a 4-bit base", harm=harm)
+    if adapter.expert_targets and adapter.targets:
+        yield Change(values={"adapter.expert_targets": []}, why="no adapters on routed experts", harm=harm)
 
 
-def _layouts(plan: Plan, gpus: int) -> Iterator[Change]:
-    memory, shape = plan.config.memory, plan.model.shape
+def _layouts(plan: Plan) -> Iterator[Change]:
+    memory, shape, gpus = plan.config.memory, plan.model.shape, max(plan.config.hardware.gpus, 1)
     split = TrainerLayout.expert_parallel if shape.experts and shape.experts % gpus == 0 else TrainerLayout.sharded
     if memory.colocated and not memory.shared_base and memory.offload is Offload.none:
         values: dict[str, Any] = {"memory.shared_base": True}
@@ -191,113 +281,5 @@ def _layouts(plan: Plan, gpus: int) -> Iterator[Change]:
         yield Change(values={"memory.offload": Offload.swap}, why="the copy that is not at work waits in host memory")
 
 
-def _fitting(plan: Plan, trains: bool, runnable: bool) -> Nearest | None:
-    """One change that is enough, or the smallest set that is."""
-
-    def good(chosen: list[Change]) -> Plan | None:
-        tried = _tried(plan, chosen, trains)
-        return tried if tried is not None and _accepts(tried, trains, runnable) else None
-
-    options = list(changes(plan))
-    for option in options:
-        if (then := good([option])) is not None:
-            return Nearest(changes=[option], plan=then)
-    chosen: list[Change] = []
-    for option in options:
-        more = [*chosen, option]
-        if (
-            _clash(chosen, option)
-            or _tried(plan, more, trains) is None
-            or (runnable and _unbuilt(plan, option, trains))
-        ):
-            continue
-        chosen = more
-        if good(chosen) is not None:
-            break
-    for option in list(reversed(chosen)):
-        without = [one for one in chosen if one is not option]
-        if without and good(without) is not None:
-            chosen = without
-    found = good(chosen)
-    return Nearest(changes=chosen, plan=found) if found is not None else None
-
-
-def _accepts(plan: Plan, trains: bool, runnable: bool) -> bool:
-    return plan.fits and not (runnable and not_built(plan, trains=trains))
-
-
-def _unbuilt(plan: Plan, option: Change, trains: bool) -> bool:
-    """Whether this change alone brings in something that cannot be run yet."""
-    tried = _tried(plan, [option], trains)
-    return tried is not None and len(not_built(tried, trains=trains)) > len(not_built(plan, trains=trains))
-
-
-def _clash(chosen: list[Change], option: Change) -> bool:
-    """Whether a change would set again what an earlier one set, in a way that undoes it."""
-    exclusive = {"memory.shared_base", "memory.offload", "memory.trainer_layout"}
-    taken = {key for change in chosen for key in change.values}
-    return bool(taken & exclusive and exclusive & set(option.values))
-
-
-def _fits(plan: Plan, chosen: list[Change], trains: bool) -> bool:
-    tried = _tried(plan, chosen, trains)
-    return tried is not None and tried.fits
-
-
-def _tried(plan: Plan, chosen: list[Change], trains: bool) -> Plan | None:
-    """The plan with these changes; None for a combination that the schema or the layout refuses."""
-    config = _apply(plan.config, chosen)
-    if config is None:
-        return None
-    same_base = config.quantization == plan.config.quantization
-    try:
-        return make_plan(config, model=plan.model if same_base else read_model(config), trains=trains)
-    except ConfigError:
-        return None
-
-
-def _apply(config: OrbitConfig, chosen: list[Change]) -> OrbitConfig | None:
-    """The config with these changes; None where the schema's own checks refuse it."""
-    try:
-        for change in chosen:
-            for key, value in change.values.items():
-                config = _set(config, key, value)
-    except ConfigError:
-        return None
-    return config
-
-
-def _set(config: OrbitConfig, key: str, value: Any) -> OrbitConfig:
-    if key == "hardware":
-        hardware = dict(gpu_machines())[value]
-        ranks, gpus = config.engine.tensor_parallel, config.hardware.gpus
-        spans = ranks == gpus and gpus != 1  # models that are made for a whole machine have ${hardware.gpus} there
-        engine = replace(config.engine, tensor_parallel=hardware.gpus) if spans else config.engine
-        return replace(config, hardware=hardware, engine=engine)
-    if key == "quantization":
-        return replace(config, quantization=replace(config.quantization, format=NumberFormat(value)))
-    section, _, name = key.partition(".")
-    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
-
-
-def _largest(plan: Plan, key: str, most: int, trains: bool) -> int:
-    """Largest value from 1 to `most` with which the plan fits; more never needs less."""
-
-    def fits(value: int) -> bool:
-        return _fits(plan, [Change(values={key: value}, why="")], trains)
-
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
 def _pages(tokens: int) -> int:
     return -(-tokens // PAGE) * PAGE
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)

@@ -18,18 +18,25 @@ class Lengths:
 
     longest: int  # one sequence: prompt and response
     samples: int  # of one training step
+    share: int  # of them, what one GPU takes for one optimiser step
     micro_samples: int  # sequences in the largest micro-batch
-    micro_tokens: int  # tokens that it computes, shared prompts counted once
+    micro_prompts: int  # prompts that they share
+    micro_prompt: int  # tokens of one of these
     row: int  # longest row of it: tokens that attend to each other
     scored: int  # response tokens in it
     running: int  # sequences that the engine decodes at once
     in_flight: int  # tokens of these at full length
 
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens that the largest micro-batch computes, shared prompts counted once."""
+        return self.micro_prompts * self.micro_prompt + self.scored
+
 
 def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
     """Token counts of a config; `ranks` trainer ranks share the samples of a step."""
     r, t = config.rollout, config.trainer
-    prompt, response, group = r.max_prompt_tokens, r.max_new_tokens * config.environment.max_turns, r.group_size
+    prompt, response, group = r.max_prompt_tokens, response_tokens(config), r.group_size
     samples = r.prompts_per_step * group
     mine = max(1, math.ceil(math.ceil(r.prompts_per_step / t.minibatches) * group / ranks))
     most = max(1, min(mine, t.micro_batch_tokens // (1 + response)))
@@ -37,15 +44,62 @@ def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
     for fitting in range(1, most + 1, max(1, most // 256)):  # the longest prompts with which so many samples fit
         length = min(prompt, max(1, t.micro_batch_tokens // fitting - response)) if fitting > 1 else prompt
         outcomes.append((math.ceil(fitting / group) * length + fitting * response, fitting, length))
-    tokens, fitting, length = max(outcomes)
+    _, fitting, length = max(outcomes)
     running = min(config.engine.max_running_requests, samples)
     return Lengths(
         longest=prompt + response,
         samples=samples,
+        share=mine,
         micro_samples=fitting,
-        micro_tokens=tokens,
+        micro_prompts=math.ceil(fitting / group),
+        micro_prompt=length,
         row=length + min(group, fitting) * response,
         scored=fitting * response,
         running=running,
         in_flight=running * (prompt + response),
     )
+
+
+def response_tokens(config: OrbitConfig) -> int:
+    """Tokens that all turns of one sequence may sample."""
+    return config.rollout.max_new_tokens * config.environment.max_turns
+
+
+def one_sequence(prompt: int, response: int) -> int:
+    """The largest trainer.micro_batch_tokens, up to a whole sequence, that never puts two into a micro-batch.
+
+    >>> one_sequence(128, 8), one_sequence(128, 4096)
+    (17, 4224)
+    """
+    return min(prompt + response, 2 * response + 1)
+
+
+def micro_batch(config: OrbitConfig, counted: Lengths) -> str:
+    """Of what the largest micro-batch consists, and why it is no larger."""
+    samples, budget = counted.micro_samples, config.trainer.micro_batch_tokens
+    if samples == 1:
+        of = "one sequence"
+    else:
+        prompts = f"{counted.micro_prompts:,} prompts" if counted.micro_prompts > 1 else "one prompt"
+        group = "" if config.rollout.group_size == 1 else "that share "
+        of = f"{samples:,} samples {group or 'of '}{prompts} of {counted.micro_prompt:,} tokens"
+    if samples == counted.share:
+        return f"{of}, all of a step that one trainer process gets"
+    if counted.longest > budget and samples == 1:
+        return f"{of}, alone since it is longer than trainer.micro_batch_tokens={budget:,}"
+    return f"{of}, what trainer.micro_batch_tokens={budget:,} lets in"
+
+
+def adds_up(config: OrbitConfig, counted: Lengths) -> str:
+    """How the tokens of the largest micro-batch are counted."""
+    n, response = counted, response_tokens(config)
+    formula = f"{n.micro_prompts:,} x {n.micro_prompt:,} prompt + {n.micro_samples:,} x {response:,} response"
+    if n.micro_samples == 1:
+        return f"{formula}: one sequence"
+    rules = [f"a micro-batch takes samples up to trainer.micro_batch_tokens={config.trainer.micro_batch_tokens:,}"]
+    rules[0] += " tokens, each counted as long as the longest of them"
+    if config.rollout.group_size > 1:
+        rules.append(f"the up to {config.rollout.group_size} samples of a prompt compute it once")
+    if n.micro_prompt < config.rollout.max_prompt_tokens:
+        rules.append(f"prompts may be shorter than {config.rollout.max_prompt_tokens:,}, and more samples fit then")
+    return f"{formula}; {'; '.join(rules)}; of all prompt lengths the one with most tokens is counted"

@@ -41,6 +41,16 @@ def gpu_machines() -> tuple[tuple[str, HardwareConfig], ...]:
     return tuple(sorted(found, key=lambda pair: whole_memory(pair[1])))
 
 
+@cache
+def machine_of(name: str) -> HardwareConfig | None:
+    """What the file of conf/hardware says that gives this name; None where there is none."""
+    for option in group_options("hardware"):
+        values = yaml.safe_load((conf_dir() / "hardware" / f"{option}.yaml").read_text(encoding="utf-8"))
+        if values.get("name") == name and "device" in values:
+            return HardwareConfig(**values | {"device": Device(values["device"])})
+    return None
+
+
 def whole_memory(hardware: HardwareConfig) -> int:
     """Bytes of all GPUs together; 0 if unknown."""
     return (hardware.memory_mib or 0) * (1 << 20) * max(hardware.gpus, 1)

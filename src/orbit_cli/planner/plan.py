@@ -12,7 +12,7 @@ from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import ComputeDtype
 from orbit_cli.config.schema.memory import Offload, TrainerLayout
 from orbit_cli.config.schema.system import Device
-from orbit_cli.planner.adapters import sites
+from orbit_cli.planner.adapters import check_targets, sites
 from orbit_cli.planner.layout import Layout, decide
 from orbit_cli.planner.lengths import Lengths, lengths
 from orbit_cli.planner.machine import host_memory
@@ -76,6 +76,8 @@ class Plan:
 def make_plan(config: OrbitConfig, *, model: Model | None = None, trains: bool = True) -> Plan:
     """Plan a config; `trains` is false for commands that only sample. Raises ConfigError or CheckpointError."""
     model = model or read_model(config)
+    if trains:
+        check_targets(model.shape, config.adapter)
     on_gpu = config.hardware.device is Device.cuda
     memory = config.hardware.memory_mib * MIB if config.hardware.memory_mib else None if on_gpu else host_memory()
     layout = decide(config, model.shape, model.base_bytes, memory)

@@ -111,12 +111,15 @@ class Engine:
         fraction, need = self.config.engine.mem_fraction_static, self.lengths.in_flight * each
         share = (self.memory or 0) * fraction
         nbytes = max(share - held, need) if self.memory else need
+        taken = f"{fraction:g} of the GPU less base and slots"
+        if not self.memory:
+            taken = f"SGLang takes {taken}, of which only the sequences in flight are counted here"
         return Part(
             name="KV cache",
             side=Side.engine,
             nbytes=round(nbytes),
-            formula=f"engine.max_total_tokens is not set: {fraction:g} of the GPU less base and slots, "
-            f"{count(nbytes / each)} tokens x {each:,.0f} B ({why})",
+            formula=f"engine.max_total_tokens is not set: {taken}, {count(nbytes / each)} tokens x {each:,.0f} B "
+            f"({why})",
         )
 
     def token_bytes(self) -> tuple[float, str]:
@@ -148,8 +151,8 @@ class Engine:
                 name="prefill and sampling",
                 side=Side.engine,
                 nbytes=chunk * (6 * stream + inner) * each + logits,
-                formula=f"{chunk:,} tokens x (6 x {stream:,} + {inner:,}) x {each} B + logits "
-                f"{self.lengths.running} x {self.shape.vocabulary:,} x 12 B",
+                formula=f"{chunk:,} tokens x (6 x {stream:,} hidden + {inner:,} in the widest layer) x {each} B + "
+                f"logits of {self.lengths.running} sequences x {self.shape.vocabulary:,} words x 12 B",
             )
         ]
 

@@ -1,0 +1,119 @@
+"""How far a config could go: the longest responses, the largest micro-batches, the most sequences in the cache.
+
+Memory does not grow steadily with the length of responses: shorter ones share micro-batches, and many short samples may
+need more than one long. The longest response is therefore looked for with micro-batches of one sequence, which need
+more with every token, and the micro-batch that must be set with it is part of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from orbit_cli.planner.changes import Change, tried
+from orbit_cli.planner.lengths import one_sequence
+from orbit_cli.planner.plan import Plan
+
+UNBOUNDED = 1 << 20  # tokens of a sequence, where the model does not say how many it takes
+
+
+def longest_response(plan: Plan, *, trains: bool = True) -> int:
+    """Largest rollout.max_new_tokens that fits, set as `response_values` says; 0 if none does.
+
+    All else is equal but trainer.micro_batch_tokens, which may shrink to one sequence. Never less than what the plan
+    has if that fits, never more than the model's positions.
+    """
+    config = plan.config
+    room = (plan.model.shape.longest or UNBOUNDED) - config.rollout.max_prompt_tokens
+
+    def fits(tokens: int) -> bool:
+        return _fits(plan, _alone(plan, tokens), trains)
+
+    least = config.rollout.max_new_tokens if plan.fits else 0
+    return _largest(fits, least, max(room // config.environment.max_turns, 0))
+
+
+def response_values(plan: Plan, tokens: int, *, trains: bool = True) -> dict[str, Any]:
+    """What to set for responses of so many tokens: the micro-batch too where it must be smaller than it is."""
+    config, values = plan.config, {"rollout.max_new_tokens": tokens}
+    whole = config.rollout.max_prompt_tokens + tokens * config.environment.max_turns
+    choices = [values]
+    if whole < config.trainer.micro_batch_tokens:
+        choices.append(values | {"trainer.micro_batch_tokens": whole})  # a rounder number, which mostly is enough
+    return next((one for one in choices if _fits(plan, one, trains)), _alone(plan, tokens))
+
+
+def longest_words(plan: Plan, *, trains: bool = True) -> str:
+    """The longest response in a sentence."""
+    tokens = longest_response(plan, trains=trains)
+    micro = response_values(plan, tokens, trains=trains).get("trainer.micro_batch_tokens")
+    shrunk = f" with trainer.micro_batch_tokens={micro}" if micro else ""
+    end = ""
+    if plan.model.shape.longest and plan.config.rollout.max_prompt_tokens + tokens >= plan.model.shape.longest:
+        end = f", up to the model's {plan.model.shape.longest:,} positions"
+    else:
+        pool = plan.config.engine.max_total_tokens
+        if pool and plan.config.rollout.max_prompt_tokens + tokens * plan.config.environment.max_turns >= pool:
+            end = f", as long as engine.max_total_tokens={pool} holds"
+    return f"responses of {tokens:,} tokens fit (rollout.max_new_tokens={tokens}{shrunk}){end}"
+
+
+def largest_micro_batch(plan: Plan) -> int:
+    """Largest trainer.micro_batch_tokens that fits, up to all that a trainer process gets of a step; 0 if none does."""
+    whole = whole_step(plan)
+
+    def fits(tokens: int) -> bool:
+        return _fits(plan, {"trainer.micro_batch_tokens": tokens}, True)
+
+    return _largest(fits, min(plan.config.trainer.micro_batch_tokens, whole) if plan.fits else 0, whole)
+
+
+def whole_step(plan: Plan) -> int:
+    """Tokens of the micro-batch that takes all of a step; more changes nothing."""
+    return plan.lengths.share * plan.lengths.longest
+
+
+def micro_batch_words(plan: Plan) -> str:
+    """The largest micro-batch in a sentence: what to set, or why there is nothing to gain."""
+    key, counted = "trainer.micro_batch_tokens", plan.lengths
+    tokens, now = largest_micro_batch(plan), plan.config.trainer.micro_batch_tokens
+    samples = max(tokens // counted.longest, 1)
+    if now >= whole_step(plan):
+        return f"micro-batches: one takes all of a step already, so a larger {key} than {now} changes nothing"
+    if tokens >= whole_step(plan):
+        return f"micro-batches: one of {tokens:,} tokens ({key}={tokens}) takes all of a step and fits"
+    if samples == 1:
+        return f"micro-batches hold one sequence of full length: two do not fit, so keep {key} at or below {tokens}"
+    return f"micro-batches of {tokens:,} tokens fit ({key}={tokens}, now {now}): {samples:,} sequences of full length"
+
+
+def sequences_at_once(plan: Plan) -> int:
+    """Sequences of full length that the cache of one GPU would hold if it took what is left; 0 if nothing is."""
+    if plan.budget is None or not plan.cache_bytes_per_token:
+        return 0
+    phase = next(phase for phase in plan.phases if phase.name == "rollout")
+    kept = sum(part.nbytes for part in phase.parts if part.name != "KV cache")
+    return max(int((plan.budget - kept) / plan.cache_bytes_per_token) // plan.lengths.longest, 0)
+
+
+def _alone(plan: Plan, tokens: int) -> dict[str, Any]:
+    """Responses of so many tokens in micro-batches that take no second one."""
+    config, values = plan.config, {"rollout.max_new_tokens": tokens}
+    alone = one_sequence(config.rollout.max_prompt_tokens, tokens * config.environment.max_turns)
+    if alone < config.trainer.micro_batch_tokens:
+        values["trainer.micro_batch_tokens"] = alone
+    return values
+
+
+def _fits(plan: Plan, values: dict[str, Any], trains: bool) -> bool:
+    then = tried(plan, [Change(values=values, why="")], trains=trains)
+    return then is not None and then.fits
+
+
+def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """Largest value from `least`, which fits (0: nothing is known to), to `most`; more never needs less."""
+    low, high = least, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
