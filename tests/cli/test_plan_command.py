@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,22 +20,20 @@ def orbit(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return ended.value.code or 0
 
 
-def shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, fits: bool = True
-) -> str:
-    assert orbit(monkeypatch, "plan", *arguments) == (0 if fits else 1)
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert orbit(monkeypatch, "plan", *arguments) == code
     return capsys.readouterr().out
 
 
 def test_the_table_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(monkeypatch, capsys, "model=deepseek_v4_pro", "hardware=b200x8", fits=False)
+    text = shown(monkeypatch, capsys, "model=deepseek_v4_pro", "hardware=b200x8", code=1)
     assert max(len(line) for line in text.splitlines()) <= 100
     for words in ("864.7 GB of files", "8 GPUs of 192.3 GB", "base: routed experts", "KV cache", "usable"):
         assert words in text
     assert "fits       NO" in text
     assert "two copies of the base alone take 237.8 GB" in text.replace("\n           ", " ")
     assert "nearest    set memory.offload=swap" in text
-    assert "Orbit cannot run that yet, it needs: a trainer for deepseek_v4" in text
+    assert "not built  Orbit cannot train that yet: it needs a trainer for deepseek_v4" in text
     bars = [line for line in text.splitlines() if "BBBB" in line]
     assert len(bars) == 2 and all("|" in bar and "%" in bar for bar in bars)
 
@@ -46,13 +45,20 @@ def test_the_default_is_the_main_job(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_explain_gives_every_formula(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(monkeypatch, capsys, "model=kimi_k26", "hardware=b200x8", "--explain")
+    text = shown(monkeypatch, capsys, "model=kimi_k26", "hardware=b200x8", "--explain", code=3)
     assert "1.015 T weights x 4.50 bit / 8 GPUs" in text
     assert "engine.max_total_tokens=131,072 x 70,272 B" in text
+    assert "fits" not in text and "longest" not in text  # the plan itself is not said again
+    for words in ("trainer: train ", "usable   188.4 GB = 192.3 GB x (1 - memory.headroom=0.02)", "\nwords\n"):
+        assert words in text
+    for total in re.findall(
+        r"^(?:train|rollout) +([0-9.]+) GB = trainer ([0-9.]+) GB \+ engine ([0-9.]+) GB$", text, re.M
+    ):
+        assert float(total[0]) == pytest.approx(float(total[1]) + float(total[2]), abs=0.11)
 
 
 def test_json_for_scripts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(shown(monkeypatch, capsys, "model=kimi_k26", "hardware=h200x8", "--json", fits=False))
+    found = json.loads(shown(monkeypatch, capsys, "model=kimi_k26", "hardware=h200x8", "--json", code=1))
     assert found["checkpoint_bytes"] == 595_148_192_736
     assert found["fits"] is False and "two copies" in found["limit"]
     assert found["nearest"] == ["memory.shared_base=true"]
@@ -70,22 +76,85 @@ def test_json_for_scripts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_a_machine_of_unknown_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("model=qwen3_4b", "hardware=h200x1", "hardware.memory_mib=null", "engine.max_total_tokens=8192")
     assert "cannot be told: hardware.memory_mib is not set" in shown(monkeypatch, capsys, *overrides)
-    assert json.loads(shown(monkeypatch, capsys, *overrides, "--json"))["fits"] is None
+    found = json.loads(shown(monkeypatch, capsys, *overrides, "--json"))
+    assert found["fits"] is None and found["longest_response_tokens"] is None and found["verdict"] == "cannot be told"
 
 
 def test_multirun_over_machines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("-m", "model=kimi_k26", "hardware=h200x8,b200x8", "memory.shared_base=true,false")
-    *rows, legend = shown(monkeypatch, capsys, *arguments, fits=False).splitlines()[2:]
-    assert legend.startswith("paper: it fits, and Orbit cannot run it yet")
-    answers = {tuple(line.split()[:2]): ("paper" if "paper" in line else "no") for line in rows}
-    assert answers == {
-        ("hardware=h200x8", "memory.shared_base=true"): "paper",
-        ("hardware=h200x8", "memory.shared_base=false"): "no",
-        ("hardware=b200x8", "memory.shared_base=true"): "paper",
-        ("hardware=b200x8", "memory.shared_base=false"): "paper",
-    }
+    about, shared, head, *rows, legend = shown(monkeypatch, capsys, *arguments, code=1).splitlines()
+    assert "1 GB = 10^9 bytes" in about and shared == "for all: model=kimi_k26" and "runs today" in head
+    assert legend == "not built: it fits, and Orbit cannot run it yet"
+    answers = {tuple(line.split()[:2]): " not built " in line for line in rows if line.startswith("hardware")}
+    assert list(answers.items()) == [
+        (("hardware=h200x8", "memory.shared_base=true"), True),
+        (("hardware=h200x8", "memory.shared_base=false"), False),
+        (("hardware=b200x8", "memory.shared_base=true"), True),
+        (("hardware=b200x8", "memory.shared_base=false"), True),
+    ]
     rows = json.loads(shown(monkeypatch, capsys, "-m", "hardware=cpu,h200x1", "--json"))
     assert [row["fits"] for row in rows] == [True, True]
+
+
+def test_a_combination_that_cannot_be_laid_out_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("-m", "model=qwen3_4b", "engine.tensor_parallel=4", "hardware=h200x1,h200x8")
+    lines = shown(monkeypatch, capsys, *arguments, code=1).splitlines()
+    assert lines[3].startswith("hardware=h200x1") and " refused " in lines[3]
+    assert next(line for line in lines[4:] if line.startswith("hardware=h200x8"))
+    first, second = json.loads(shown(monkeypatch, capsys, *arguments, "--json", code=1))
+    assert list(first) == list(second)  # the same keys
+    assert first["overrides"] == [*arguments[1:3], "hardware=h200x1"]
+    assert first["verdict"] == "refused" and first["runnable"] is False and first["phases"] is None
+    assert second["verdict"] == "not built"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "answer", "words"),
+    [
+        (("model=qwen3_30b_a3b", "hardware=h200x1"), 0, "runs", "yes, for prompts of 128 and responses of 8 tokens"),
+        (("model=qwen3_30b_a3b", "hardware=h200x8"), 3, "not built", "it needs a trainer on more than one GPU"),
+        (("model=kimi_k26", "hardware=b200x8"), 3, "not built", "an engine for kimi_k25 models"),
+        (("model=kimi_k26", "hardware=h200x8"), 1, "does not fit", "NO, for prompts of 128"),
+        (("memory.shared_base=true",), 3, "not built", "set memory.shared_base=false"),
+        (("hardware.memory_mib=3000",), 1, "does not fit", "orbit train starts it all the same"),
+        (("--for", "rollout", "model=qwen3_4b", "hardware=h200x8"), 0, "runs", "7 GPUs stay idle"),
+    ],
+)
+def test_text_table_json_and_exit_code_agree(
+    arguments: tuple[str, ...],
+    code: int,
+    answer: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = shown(monkeypatch, capsys, *arguments, code=code)
+    assert words in " ".join(text.split())
+    assert len(text.splitlines()) <= 48 and max(len(line) for line in text.splitlines()) <= 100
+    assert not re.search(r"-0\.0\b", text)
+    found = json.loads(shown(monkeypatch, capsys, *arguments, "--json", code=code))
+    assert (found["verdict"], found["runnable"], bool(found["not_built"])) == (
+        answer,
+        answer == "runs",
+        answer == "not built" or "model=kimi_k26" in arguments,
+    )
+    assert found["longest_response_tokens"] is None or found["longest_response_tokens"] > 0
+    table = shown(monkeypatch, capsys, "-m", *arguments, code=code)
+    assert {"runs": " yes", "not built": " not built ", "does not fit": " no "}[answer] in table
+
+
+def test_sampling_alone_is_planned_without_a_trainer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ("model=qwen3_30b_a3b", "hardware=rtx4090x1", "engine.mem_fraction_static=0.9")
+    shown(monkeypatch, capsys, *overrides, code=1)
+    text = shown(monkeypatch, capsys, "--for", "eval", *overrides)
+    assert "trainer" not in text and "micro-batch" not in text
+    found = json.loads(shown(monkeypatch, capsys, "--for", "eval", *overrides, "--json"))
+    assert found["for"] == "eval" and list(found["phases"]) == ["rollout"]
+    assert found["largest_micro_batch_tokens"] is None
 
 
 def test_the_study_with_its_plot(
@@ -93,10 +162,15 @@ def test_the_study_with_its_plot(
 ) -> None:
     picture = tmp_path / "study.svg"
     text = shown(monkeypatch, capsys, "--compare", "--plot", str(picture))
-    assert "4,120" in text and "528" in text and "595.15" in text and "Left out there" in text
+    assert "4,120" in text and "528" in text and "595.15" in text and "Sphere-AI-Lab/orbit" in text
     assert "<svg" in picture.read_text()
     rows = json.loads(shown(monkeypatch, capsys, "--compare", "--json"))
     assert {row["name"] for row in rows} >= {"kimi_k26", "qwen3_4b"}
+    small = next(row for row in rows if row["name"] == "qwen3_4b")
+    plan = json.loads(shown(monkeypatch, capsys, "model=qwen3_4b", "hardware=h200x1", "--json"))
+    assert {key: small[key] for key in ("checkpoint_bytes", "base_bytes")} == {
+        key: plan[key] for key in ("checkpoint_bytes", "base_bytes")
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,6 +183,8 @@ def test_the_study_with_its_plot(
         (("hardware.gpus=-3",), "hardware.gpus=-3 must be at least 0"),
         (("model=deepseek_v4_flash", "quantization=int4"), "set quantization=mxfp4"),
         (("--compare", "model=kimi_k26"), "leave the overrides out"),
+        (("--explain", "--compare"), "leave out --compare"),
+        (("--explain", "-m", "hardware=cpu,h200x1"), "leave out -m"),
         (("model=kimi_k62",), "did you mean kimi_k26"),
         (("-m", "hardware=h200x8,b300"), "b300"),
         (("model=checkpoint",), "model.path"),
@@ -134,14 +210,16 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(
 def test_the_exit_code_says_whether_it_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So that `orbit plan ... && orbit train ...` starts only what fits."""
+    """So that `orbit plan ... && orbit train ...` starts only what fits and runs."""
     assert orbit(monkeypatch, "plan", "model=qwen3_4b", "hardware=h200x1") == 0
     assert orbit(monkeypatch, "plan", "model=kimi_k26", "hardware=h200x8") == 1
-    assert orbit(monkeypatch, "plan", "-m", "model=qwen3_4b", "hardware=h200x1,h200x8") == 0
+    assert orbit(monkeypatch, "plan", "model=kimi_k26", "hardware=b200x8") == 3
+    assert orbit(monkeypatch, "plan", "-m", "model=qwen3_4b", "hardware=h200x1", "seed=1,2") == 0
+    assert orbit(monkeypatch, "plan", "-m", "model=qwen3_4b", "hardware=h200x1,h200x8") == 3
     assert orbit(monkeypatch, "plan", "-m", "model=kimi_k26", "hardware=h200x8,b200x8") == 1
     assert orbit(monkeypatch, "plan", "-m", "model=qwen3_4b", "hardware=h200x1,h200x8", "engine.tensor_parallel=8") == 1
     assert orbit(monkeypatch, "plan", "--help") == 0
-    assert "Exit code: 0 if it fits, 1 if not, 2 for bad input" in capsys.readouterr().out
+    assert "Exit code: 0 if it fits and runs" in capsys.readouterr().out
 
 
 def test_train_refuses_before_it_loads_anything(
@@ -150,7 +228,7 @@ def test_train_refuses_before_it_loads_anything(
     for command in ("train", "rollout", "eval"):
         assert orbit(monkeypatch, command, "model=kimi_k26") == 2
         told = capsys.readouterr().err
-        assert "model.path is not set" in told and told.count("\n") == 1
+        assert "Orbit cannot" in told and "an engine for kimi_k25 models" in told and told.count("\n") == 1
 
 
 @pytest.mark.timeout(120)
@@ -159,7 +237,7 @@ def test_planning_loads_no_torch() -> None:
         "import sys\n"
         "sys.argv = ['orbit', 'plan', 'model=kimi_k26', 'hardware=b200x8']\n"
         "from orbit_cli.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    assert ended.code == 3\n"
         "heavy = [m for m in ('torch', 'sglang', 'transformers', 'numpy') if m in sys.modules]\n"
         "assert not heavy, heavy\n"
     )

@@ -19,7 +19,7 @@ def counted() -> list[Row]:
 def test_the_four_recipes_over_model_size(counted: list[Row]) -> None:
     rows = {row.name: row for row in counted}
     kimi = rows["kimi_k26"]
-    assert {name: f"{nbytes / 1e9:.0f}" for name, nbytes in kimi.nbytes.items()} == {
+    assert {name: f"{nbytes / 1e9:.0f}" for name, nbytes in kimi.recipe_bytes.items()} == {
         "BF16 + BF16": "4120",
         "FP8 + BF16": "3090",
         "FP8 + FP8": "2060",
@@ -27,11 +27,11 @@ def test_the_four_recipes_over_model_size(counted: list[Row]) -> None:
     }
     assert f"{kimi.adapter_bits:.4f}" == "0.0516"
     assert f"{kimi.adapter_parameters / 1e9:.3f}" == "3.310"
-    assert f"{kimi.checkpoint_bytes / 1e9:.2f}" == "595.15"  # the real base, which 4.0 bit for everything is not
-    assert f"{kimi.real_bytes / 1e9:.0f}" == "608"
+    assert f"{kimi.base_bytes / 1e9:.2f}" == "595.15"  # the real base, which 4.0 bit for everything is not
+    assert f"{kimi.base_and_adapter_bytes / 1e9:.0f}" == "608"
     sizes = [row.parameters for row in counted]
     assert sizes == sorted(sizes)
-    assert all(list(row.nbytes) == [*RECIPES, FROZEN] for row in rows.values())
+    assert all(list(row.recipe_bytes) == [*RECIPES, FROZEN] for row in rows.values())
 
 
 def test_what_the_published_figures_imply() -> None:

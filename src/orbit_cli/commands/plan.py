@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from orbit_cli.commands.options import Cfg, Overrides, load_config
 from orbit_cli.errors import ConfigError, UserError
 
+if TYPE_CHECKING:
+    from orbit_cli.planner.plan import Plan
+
+
+class Work(StrEnum):
+    """The command that is planned."""
+
+    train = "train"
+    rollout = "rollout"
+    eval = "eval"
+
 
 def plan(
     overrides: Overrides = None,
+    work: Annotated[Work, typer.Option("--for", help="The command to plan; rollout and eval have no trainer.")] = (
+        Work.train
+    ),
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="One line per combination of comma-separated values.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, formulas included.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Show the formula of every number.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, formulas included (keys: docs/planning.md).")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Instead of the plan: the formula of every number, and every word.")
+    ] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="The published study: four recipes over model size.")
     ] = False,
@@ -28,66 +47,92 @@ def plan(
     ] = None,
     cfg: Cfg = None,
 ) -> None:
-    """Say whether a run fits, what limits it and what to change; takes the overrides of orbit train.
+    """Say whether a run fits, whether Orbit can run it, and what to change; takes the overrides of orbit train.
 
     \b
     orbit plan model=kimi_k26 hardware=b200x8
     orbit plan model=kimi_k26 hardware=h200x8 memory.shared_base=true --explain
-    orbit plan model=qwen3_30b_a3b hardware=rtx4090x1 --json
-    orbit plan -m model=deepseek_v4_flash,deepseek_v4_pro hardware=h200x8,b200x8
+    orbit plan --for rollout model=qwen3_30b_a3b hardware=rtx4090x1
+    orbit plan -m model=qwen3_4b,qwen3_30b_a3b hardware=rtx4090x1,h200x1
     orbit plan --compare --plot study.svg
 
-    Exit code: 0 if it fits, 1 if not, 2 for bad input; with -m 1 if any of the runs does not fit or cannot be laid out.
-    So `orbit plan ... && orbit train ...` starts only what fits. "Cannot be told" (memory unknown) counts as 0.
+    Exit code: 0 if it fits and runs (or the memory is unknown), 1 if it does not fit, 2 for bad input, 3 if it fits and
+    Orbit cannot run it yet. So `orbit plan ... && orbit train ...` starts only what fits and runs. With -m: 1 if any of
+    the runs does not fit or cannot be laid out, else 3 if any cannot be run yet.
     """
-    if plot is not None and not compare:
-        raise ConfigError(f"--plot {plot} draws the study of --compare; add --compare")
+    _check_options(compare, plot, multirun, explain, as_json)
     if compare:
         _compare(overrides or [], plot, as_json)
         return
-    fits = _several(overrides or [], as_json) if multirun else _one(overrides, as_json, explain, cfg)
-    if not fits:
-        raise typer.Exit(1)
+    code = _several(overrides or [], work, as_json) if multirun else _one(overrides, work, as_json, explain, cfg)
+    if code:
+        raise typer.Exit(code)
 
 
-def _one(overrides: list[str] | None, as_json: bool, explain: bool, cfg: Cfg) -> bool:
-    """Print one plan; whether it fits."""
+def _check_options(compare: bool, plot: Path | None, multirun: bool, explain: bool, as_json: bool) -> None:
+    """Refuse options that would be ignored. Raises ConfigError."""
+    if plot is not None and not compare:
+        raise ConfigError(f"--plot {plot} draws the study of --compare; add --compare")
+    if compare and multirun:
+        raise ConfigError("--compare shows fixed models; leave out -m")
+    if explain and (multirun or compare or as_json):
+        other = "-m" if multirun else "--compare" if compare else "--json, which has the formulas"
+        raise ConfigError(f"--explain explains one plan in words; leave out {other}")
+
+
+def _one(overrides: list[str] | None, work: Work, as_json: bool, explain: bool, cfg: Cfg) -> int:
+    """Print one plan; the exit code."""
     config = load_config(overrides, cfg)
-    from orbit_cli.commands.plan_text import plan_text
     from orbit_cli.planner.plan import make_plan
 
-    made = make_plan(config)
+    made = make_plan(config, trains=work is Work.train)
     if as_json:
         from orbit_cli.planner.view import to_json
 
-        print(json.dumps(to_json(made), indent=2, allow_nan=False))
+        print(json.dumps(to_json(made, command=work), indent=2, allow_nan=False))
+    elif explain:
+        from orbit_cli.commands.plan_formulas import formulas_text
+
+        print(formulas_text(made))
     else:
-        print(plan_text(made, explain=explain))
-    return made.fits
+        from orbit_cli.commands.plan_text import plan_text
+
+        print(plan_text(made, command=work))
+    return _code(made, work)
 
 
-def _several(overrides: list[str], as_json: bool) -> bool:
-    """Print a line for each combination; whether all fit."""
-    from orbit_cli.commands.plan_text import plans_text
+def _several(overrides: list[str], work: Work, as_json: bool) -> int:
+    """Print a line for each combination, in their order; the exit code."""
+    from orbit_cli.commands.plan_tables import plans_text
     from orbit_cli.config.compose import compose
     from orbit_cli.config.overrides import combinations
     from orbit_cli.planner.plan import make_plan
 
-    made, refused = {}, {}
-    for own, all_of_it in combinations(overrides):
+    made: list[tuple[list[str], Plan | str]] = []
+    for _, chosen in combinations(overrides):
         try:
-            made[own] = make_plan(compose(all_of_it))
+            made.append((chosen, make_plan(compose(chosen), trains=work is Work.train)))
         except ConfigError as error:  # one combination that cannot be laid out does not hide the others
-            refused[own] = str(error)
+            made.append((chosen, str(error)))
     if as_json:
-        from orbit_cli.planner.view import to_json
+        from orbit_cli.planner.view import refused_json, to_json
 
-        rows = [{"overrides": own.split(), **to_json(one)} for own, one in made.items()]
-        rows += [{"overrides": own.split(), "fits": False, "limit": why} for own, why in refused.items()]
+        rows = []
+        for chosen, one in made:
+            row = refused_json(one, command=work) if isinstance(one, str) else to_json(one, command=work)
+            rows.append({"overrides": chosen, **row})
         print(json.dumps(rows, indent=2, allow_nan=False))
     else:
-        print(plans_text(made, refused))
-    return not refused and all(plan.fits for plan in made.values())
+        print(plans_text(made, command=work))
+    codes = {1 if isinstance(one, str) else _code(one, work) for _, one in made}
+    return 1 if 1 in codes else max(codes, default=0)
+
+
+def _code(made: Plan, work: Work) -> int:
+    """The exit code that stands for a plan's verdict."""
+    from orbit_cli.planner.built import Verdict, verdict
+
+    return {Verdict.too_large: 1, Verdict.not_built: 3}.get(verdict(made, trains=work is Work.train), 0)
 
 
 def _compare(overrides: list[str], plot: Path | None, as_json: bool) -> None:
@@ -95,7 +140,7 @@ def _compare(overrides: list[str], plot: Path | None, as_json: bool) -> None:
         raise ConfigError(f"{overrides[0]}: --compare shows fixed models; leave the overrides out")
     from dataclasses import asdict
 
-    from orbit_cli.commands.plan_text import study_text
+    from orbit_cli.commands.plan_tables import study_text
     from orbit_cli.planner.study import study
     from orbit_cli.planner.study_plot import FORMATS
     from orbit_cli.planner.study_plot import plot as draw

@@ -6,90 +6,42 @@ import shlex
 import textwrap
 
 from orbit_cli.config.schema.memory import Offload
-from orbit_cli.planner.advice import Nearest, largest_micro_batch, longest_response, nearest_fit, sequences_at_once
-from orbit_cli.planner.built import not_built
+from orbit_cli.planner.adapters import sites
+from orbit_cli.planner.advice import Nearest, nearest_fit
+from orbit_cli.planner.built import Verdict, listed, not_built, verdict
+from orbit_cli.planner.largest import longest_words, micro_batch_words, sequences_at_once
+from orbit_cli.planner.lengths import micro_batch
 from orbit_cli.planner.notes import notes
-from orbit_cli.planner.part import BASE, Part, Side, count, size
-from orbit_cli.planner.plan import WORK, Phase, Plan
-from orbit_cli.planner.shape import Category
-from orbit_cli.planner.study import FROZEN, RECIPES, Row
+from orbit_cli.planner.part import BASE, GIB, Part, Side, count, size
+from orbit_cli.planner.plan import Phase, Plan
+from orbit_cli.planner.preflight import VERBS
+from orbit_cli.planner.today import runs_today
+from orbit_cli.planner.words import shown
 
 WIDTH = 100
 BAR = 64
 NAMES = 44
-MINOR = {f"{BASE}{c}" for c in (Category.router, Category.norms, Category.hash_table, Category.hyper)}
-MINOR_ROW = f"{BASE}router, norms and the like"
+NOTES = 3  # most of them; --json has all
+SMALL = 0.01  # parts below this share of the largest phase are one row
+SMALL_ROW = "smaller parts (--explain names them)"
 KINDS = {  # what a bar is made of: letter, meaning
     "B": "trainer's base",
-    "a": "adapter state",
-    "x": "activations",
+    "a": "adapter",
+    "x": "training",
     "E": "engine's base",
     "k": "KV cache",
     "o": "other",
 }
 
 
-def plan_text(plan: Plan, *, explain: bool = False) -> str:
-    """Everything that `orbit plan` prints."""
-    lines = [*_heading(plan), "", *_table(plan), "", *_bars(plan), "", *_answer(plan)]
-    if explain:
-        lines += ["", *_formulas(plan)]
+def plan_text(plan: Plan, *, command: str = "train") -> str:
+    """Everything that `orbit plan` prints; `command` is the one that is planned."""
+    lines = [*heading(plan, command), "", *_table(plan), "", *_bars(plan), "", *_answer(plan, command)]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def plans_text(made: dict[str, Plan], refused: dict[str, str]) -> str:
-    """One line per plan, for `-m`."""
-    width = max(len(own) for own in (*made, *refused))
-    width = max(min(width, 46), 9)
-    head = f"{'overrides':<{width}}  {'train':>9} {'rollout':>9} {'usable':>9}  {'fits':<5} nearest that fits"
-    lines = [head]
-    for own, plan in made.items():
-        by_name = {phase.name: size(phase.nbytes) for phase in plan.phases}
-        usable = "?" if plan.budget is None else size(plan.budget)
-        nearest = None if plan.fits else nearest_fit(plan)
-        then = " ".join(shlex.quote(text) for text in nearest.overrides) if nearest else "" if plan.fits else "none"
-        start = f"{own:<{width}}  {by_name['train']:>9} {by_name['rollout']:>9} {usable:>9}  {_verdict(plan):<5} "
-        lines += textwrap.wrap(start + then, 120, subsequent_indent=" " * len(start), drop_whitespace=False)
-    lines += [f"{own:<{width}}  {why}" for own, why in refused.items()]
-    if any(_verdict(plan) == "paper" for plan in made.values()):
-        lines.append("paper: it fits, and Orbit cannot run it yet; each plan says what is missing")
-    return "\n".join(["bytes on each GPU (on a CPU: of the machine)", *(line.rstrip() for line in lines)])
-
-
-def _verdict(plan: Plan) -> str:
-    """paper: it would fit, and something that it needs is not built yet."""
-    if not plan.fits:
-        return "no"
-    if plan.budget is None:
-        return "?"
-    return "paper" if plan.layout.on_gpu and not_built(plan) else "yes"
-
-
-def study_text(rows: list[Row]) -> str:
-    """The table of `--compare`, and what its formula leaves out."""
-    names = [*RECIPES, FROZEN]
-    head = f"{'GB':<18} {'parameters':>10}  " + "  ".join(f"{name:>15}" for name in names)
-    lines = ["weights and gradients, as the published study counts them: N (weight bits + gradient bits) / 8", "", head]
-    for row in rows:
-        cells = "  ".join(f"{row.nbytes[name] / 1e9:>15,.0f}" for name in names)
-        lines.append(f"{row.name:<18} {count(row.parameters):>10}  {cells}")
-    lines += ["", f"{'GB':<18} {'adapter':>10}  {'bit/param':>9}  {'4-bit files':>11}  {'+ adapter, gradients':>20}"]
-    for row in rows:
-        lines.append(
-            f"{row.name:<18} {count(row.adapter_parameters):>10}  {row.adapter_bits:>9.4f}  "
-            f"{row.checkpoint_bytes / 1e9:>11,.2f}  {row.real_bytes / 1e9:>20,.1f}"
-        )
-    note = (
-        "The study counts 4.0 bit for everything. Left out there: scales (INT4 with a BF16 scale per 32 is 4.5 bit, "
-        "MXFP4 4.25), attention, embeddings and shared experts in BF16 or FP8, and in all recipes optimizer moments, "
-        "master weights, activations and caches. The lower table has the files as they are; the adapter is OFT in "
-        "blocks of 32 on the published recipe's linears, one rotation for gate and up. `orbit plan model=NAME` counts "
-        "all of it."
-    )
-    return "\n".join([*lines, "", *textwrap.wrap(note, WIDTH)])
-
-
-def _heading(plan: Plan) -> list[str]:
+def heading(plan: Plan, command: str = "train") -> list[str]:
+    """What is planned: model, machine, layout, adapter, lengths."""
     config, shape, layout = plan.config, plan.model.shape, plan.layout
     active = f", {count(shape.active_parameters)} active" if shape.experts else ""
     files = size(plan.model.checkpoint_bytes)
@@ -98,39 +50,61 @@ def _heading(plan: Plan) -> list[str]:
         if plan.model.base_bytes == plan.model.checkpoint_bytes
         else (f"{files} published, {size(plan.model.base_bytes)} as {config.quantization.format} base")
     )
-    lines = [f"model      {config.model.name}: {count(shape.parameters)} parameters{active}; {base}"]
-    memory = "memory unknown" if plan.memory is None else f"{size(plan.memory)}, {size(plan.budget or 0)} usable"
+    rows = [("model", f"{config.model.name}: {count(shape.parameters)} parameters{active}; {base}")]
     if layout.on_gpu:
         gpus = max(config.hardware.gpus, 1)
-        lines.append(f"hardware   {config.hardware.name}: {gpus} GPU{'s' * (gpus > 1)} of {memory}")
-        lines += _layout(plan)
+        rows.append(("hardware", f"{config.hardware.name}: {gpus} GPU{'s' * (gpus > 1)} of {_memory(plan)}"))
+        rows += _layout(plan, command)
     else:
-        lines.append(f"hardware   {config.hardware.name}: this machine's memory, {memory}")
+        rows.append(("hardware", f"{config.hardware.name}: this machine's memory, {_memory(plan)}"))
     adapter = config.adapter
     measure = f"block {adapter.block_size}" if adapter.kind == "oft" else f"rank {adapter.rank}"
-    experts = " and routed experts" if adapter.expert_targets else ""
-    lines.append(
-        f"adapter    {adapter.kind} {measure}, {count(plan.adapter_parameters)} parameters on "
-        f"{len(adapter.targets)} kinds of linears{experts}"
+    adapted = sites(shape, adapter)
+    linears = sorted({site.name for site in adapted if not site.experts})
+    experts = sorted({site.name for site in adapted if site.experts})
+    on = [", ".join(linears)] * bool(linears) + [f"{', '.join(experts)} of routed experts"] * bool(experts)
+    rows.append(
+        ("adapter", f"{adapter.kind} {measure}, {count(plan.adapter_parameters)} parameters on {' and '.join(on)}")
     )
     n, prompt = plan.lengths, config.rollout.max_prompt_tokens
-    lines.append(
-        f"lengths    {n.longest:,} tokens a sequence ({prompt:,} prompt + {n.longest - prompt:,} response), "
-        f"{n.micro_tokens:,} at once in training,\n           {n.running} sequences at once in sampling"
+    training = (
+        f"; a micro-batch of training computes up to {n.micro_tokens:,} tokens: {micro_batch(config, n)}"
+        if command == "train"
+        else ""
     )
-    return lines
+    rows.append(
+        (
+            "lengths",
+            f"{prompt:,} prompt + {n.longest - prompt:,} response tokens a sequence, {n.running} sequences at once in "
+            f"sampling{training}",
+        )
+    )
+    return _lines(rows)
 
 
-def _layout(plan: Plan) -> list[str]:
+def _memory(plan: Plan) -> str:
+    """A GPU's memory in both units, and what of it is used."""
+    if plan.memory is None or plan.budget is None:
+        return "memory unknown"
+    kept = f"{plan.config.memory.headroom:.0%} stays free, memory.headroom"
+    return f"{size(plan.memory)} ({plan.memory / GIB:.1f} GiB), {size(plan.budget)} usable ({kept})"
+
+
+def _layout(plan: Plan, command: str) -> list[tuple[str, str]]:
     layout, memory = plan.layout, plan.config.memory
+    engine = f"engine:  {_spread(layout.engine.value, layout.engine_gpus)}"
+    idle = plan.config.hardware.gpus - layout.engine_gpus
+    if command != "train":
+        unused = f"; {idle} GPU{'s stay' if idle > 1 else ' stays'} idle" if idle > 0 else ""
+        return [("layout", f"{engine}{unused} (engine.tensor_parallel={plan.config.engine.tensor_parallel})")]
     copies = "one copy of the base for both" if memory.shared_base else "two copies of the base"
     if memory.offload is Offload.swap:
         copies += ", of which the one that is not at work waits in host memory"
     where = "on the same GPUs" if layout.colocated else "on GPUs of their own"
     return [
-        f"layout     trainer: {_spread(layout.trainer.value, layout.trainer_gpus)}",
-        f"           engine:  {_spread(layout.engine.value, layout.engine_gpus)}",
-        f"           {where}, {copies}",
+        ("layout", f"trainer: {_spread(layout.trainer.value, layout.trainer_gpus)}"),
+        ("", engine),
+        ("", f"{where}, {copies}"),
     ]
 
 
@@ -149,14 +123,15 @@ def _spread(layout: str, gpus: int) -> str:
 
 def _table(plan: Plan) -> list[str]:
     unit, scale = ("GB", 1e9) if plan.peak.nbytes >= 20e9 else ("MB", 1e6)
-    where = "each GPU" if plan.layout.on_gpu else "machine"
+    place = "on each GPU" if plan.layout.on_gpu else "of this machine"
+    where = f"{unit} (10^{9 if unit == 'GB' else 6} bytes) {place}"
     phases = plan.phases
 
     def row(name: str, values: list[float]) -> str:
-        cells = "".join(f"{value / scale:>12,.1f}" if value else f"{'-':>12}" for value in values)
+        cells = "".join(f"{_number(value / scale):>12}" if value else f"{'-':>12}" for value in values)
         return f"{name:<{NAMES}}{cells}"
 
-    lines = [f"{where + ', ' + unit:<{NAMES}}" + "".join(f"{phase.name:>12}" for phase in phases)]
+    lines = [f"{where:<{NAMES}}" + "".join(f"{phase.name:>12}" for phase in phases)]
     for side in Side:
         merged = _merged(plan, side)
         if not merged:
@@ -170,15 +145,24 @@ def _table(plan: Plan) -> list[str]:
     return lines
 
 
+def _number(value: float) -> str:
+    """One decimal, and no minus before a zero."""
+    text = f"{value:,.1f}"
+    return "0.0" if text == "-0.0" else text
+
+
 def _merged(plan: Plan, side: Side) -> dict[str, list[float]]:
-    """Name -> bytes per phase; small categories of the base in one row."""
+    """Name -> bytes per phase; the small parts of a side in one row, the last."""
     rows: dict[str, list[float]] = {}
     for index, phase in enumerate(plan.phases):
         for part in phase.parts:
             if part.side is side:
-                name = MINOR_ROW if part.name in MINOR else part.name
-                rows.setdefault(name, [0.0] * len(plan.phases))[index] += part.nbytes
-    return rows
+                rows.setdefault(part.name, [0.0] * len(plan.phases))[index] += part.nbytes
+    small = [name for name, values in rows.items() if max(values) < SMALL * plan.peak.nbytes]
+    named = {shown(name): values for name, values in rows.items() if len(small) < 2 or name not in small}
+    if len(small) > 1:
+        named[SMALL_ROW] = [sum(column) for column in zip(*(rows[name] for name in small), strict=True)]
+    return named
 
 
 def _bars(plan: Plan) -> list[str]:
@@ -212,70 +196,79 @@ def _kind(part: Part) -> str:
     return "a" if part.certain else "x"
 
 
-def _answer(plan: Plan) -> list[str]:
-    if plan.fits and plan.budget is None:
-        rows = [("fits", "cannot be told: hardware.memory_mib is not set; set it to what nvidia-smi shows, in MiB")]
-    elif plan.fits:
-        rows = _fitting(plan)
+def _answer(plan: Plan, command: str) -> list[str]:
+    trains, n = command == "train", plan.lengths
+    prompt = plan.config.rollout.max_prompt_tokens
+    what = f"for prompts of {prompt:,} and responses of {n.longest - prompt:,} tokens"
+    answer = verdict(plan, trains=trains)
+    if not plan.fits:
+        rows = [("fits", f"NO, {what}"), *(("limit", reason) for reason in plan.limits)]
+        if not plan.layout.on_gpu and (plan.memory is None or plan.certain_bytes <= plan.memory):
+            rows.append(("but", f"on a CPU these are upper bounds: orbit {command} starts it all the same"))
+        rows += _remedies(plan, command)
+    elif plan.budget is None:
+        unknown = "cannot be told: hardware.memory_mib is not set; set it to what nvidia-smi shows, in MiB"
+        rows = [("fits", unknown), *_missing(plan, command)]
     else:
-        rows = [("fits", "NO"), *(("limit", reason) for reason in plan.limits), *_remedies(plan)]
-    rows += [("note", text) for text in notes(plan)]
-    return [line for label, text in rows for line in _wrapped(label, text)]
+        left = size(plan.budget - plan.peak.nbytes)
+        where = " on each GPU" if plan.layout.on_gpu else ""
+        but = "; Orbit cannot run it yet (below)" if answer is Verdict.not_built else ""
+        rows = [("fits", f"yes, {what}, with {left} left{where}{but}"), *_missing(plan, command)]
+        rows += _how_far(plan, command)
+    rows += [("note", text) for text in notes(plan, trains=trains)[:NOTES]]
+    return _lines(rows)
 
 
-def _fitting(plan: Plan) -> list[tuple[str, str]]:
-    left = size((plan.budget or 0) - plan.peak.nbytes)
-    where = "on each GPU" if plan.layout.on_gpu else "of this machine"
-    rows = [("fits", f"yes, with {left} {where} left in {WORK[plan.peak.name]}")]
-    if _verdict(plan) == "paper":
-        rows.append(("but", f"Orbit cannot run it yet, it needs: {'; '.join(not_built(plan))}"))
-    return [
-        *rows,
-        ("longest", f"responses of {longest_response(plan):,} tokens (rollout.max_new_tokens) fit, all else equal"),
-        (
-            "largest",
-            f"micro-batches of {largest_micro_batch(plan):,} tokens (trainer.micro_batch_tokens) fit, all else equal",
-        ),
-        ("cache", f"the memory left would hold {sequences_at_once(plan):,} sequences of full length at once"),
-    ]
+def _missing(plan: Plan, command: str) -> list[tuple[str, str]]:
+    """What Orbit cannot do yet, and what it can instead."""
+    trains = command == "train"
+    missing = not_built(plan, trains=trains)
+    if not missing:
+        return []
+    today = runs_today(plan, trains=trains)
+    rows = [("not built", f"Orbit cannot {VERBS[command]} this yet: it needs {listed(missing)}")]
+    return rows + (_advice("today", today) if today else [])
 
 
-def _remedies(plan: Plan) -> list[tuple[str, str]]:
+def _how_far(plan: Plan, command: str) -> list[tuple[str, str]]:
+    """How much longer and larger it could be."""
+    rows = [("longest", longest_words(plan, trains=command == "train"))]
+    if command == "train":
+        rows.append(("largest", micro_batch_words(plan)))
+    if plan.layout.on_gpu:
+        rows.append(("cache", f"grown into what is left it would hold {_sequences(sequences_at_once(plan))}"))
+    return rows
+
+
+def _sequences(number: int) -> str:
+    return f"{number:,} sequence{'s' * (number != 1)} of full length at once"
+
+
+def _remedies(plan: Plan, command: str) -> list[tuple[str, str]]:
     """What to set: the nearest config that fits, and where Orbit cannot run that yet, the nearest that it can."""
-    nearest = nearest_fit(plan)
+    trains = command == "train"
+    nearest = nearest_fit(plan, trains=trains)
     if nearest is None:
         return [("nearest", "nothing in reach makes it fit: choose a smaller model")]
     rows = _advice("nearest", nearest)
-    if not_built(nearest.plan):
-        rows.append(("", f"Orbit cannot run that yet, it needs: {'; '.join(not_built(nearest.plan))}"))
-        today = nearest_fit(plan, runnable=True)
+    missing = not_built(nearest.plan, trains=trains)
+    if missing:
+        rows.append(("not built", f"Orbit cannot {VERBS[command]} that yet: it needs {listed(missing)}"))
+        today = runs_today(plan, trains=trains)
         rows += _advice("today", today) if today else [("today", "nothing that Orbit can run yet makes it fit")]
     return rows
 
 
 def _advice(label: str, nearest: Nearest) -> list[tuple[str, str]]:
     """The overrides to paste, and why each."""
-    return [
-        (label, f"set {' '.join(shlex.quote(text) for text in nearest.overrides)}"),
-        ("", "; ".join(change.why for change in nearest.changes)),
-    ]
+    pasted = " ".join(shlex.quote(text) for text in nearest.overrides)
+    return [(label, f"set {pasted} ({'; '.join(change.why for change in nearest.changes)})")]
 
 
-def _wrapped(label: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=f"{label:<11}", subsequent_indent=" " * 11, break_on_hyphens=False)
-
-
-def _formulas(plan: Plan) -> list[str]:
-    lines = ["where each number comes from"]
-    seen: set[str] = set()
-    for phase in plan.phases:
-        for part in phase.parts:
-            if part.key not in seen:
-                seen.add(part.key)
-                lines += _explained(part)
+def _lines(rows: list[tuple[str, str]]) -> list[str]:
+    """Labelled sentences, wrapped."""
+    lines: list[str] = []
+    for label, text in rows:
+        start = f"{label:<11}"
+        lines += textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * 11, break_on_hyphens=False)
     return lines
-
-
-def _explained(part: Part) -> list[str]:
-    head = f"  {part.key:<36} {size(part.nbytes):>8} = "
-    return textwrap.wrap(part.formula, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))

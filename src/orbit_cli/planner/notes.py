@@ -8,23 +8,25 @@ from orbit_cli.planner.plan import Phase, Plan
 from orbit_cli.planner.shape import Category
 
 SHORT = 128  # tokens of a response
+SHORTEST_S = 0.0005  # of a decoding step; below it other things count
 
 
 def notes(plan: Plan, *, trains: bool = True) -> list[str]:
     """Sentences for the person who reads the plan, the most important first."""
-    found = [*_base_notes(plan), *_config_notes(plan, trains)]
-    hardware, rollout = plan.config.hardware, plan.phases[-1]
-    read = _base(rollout, Side.engine) or _base(rollout, Side.trainer)
-    if hardware.bandwidth_gb_s and read:
-        seconds = read / (hardware.bandwidth_gb_s * 1e9)
-        found.append(
-            f"a decoding step that touches every weight reads {size(read)} and takes at least {1e3 * seconds:.1f} ms"
-        )
+    found = [*_base_notes(plan), *_config_notes(plan, trains), *_costs(plan, trains)]
     if plan.phases[0].moment:
         found.append(f"of training the largest moment is counted, {plan.phases[0].moment}; the others need less")
-    if plan.config.memory.offload is Offload.swap and hardware.host_gb_s:
-        train = plan.phases[0]
-        moved = _base(train, Side.trainer) + _base(rollout, Side.engine)
+    if plan.model.shape.of(Category.vision):
+        where = "on both sides" if trains else "in the engine"
+        found.append(f"the vision tower is counted {where}, although a text policy needs none of it")
+    return found
+
+
+def _costs(plan: Plan, trains: bool) -> list[str]:
+    """How long moving bytes takes at least."""
+    found, hardware, rollout = [], plan.config.hardware, plan.phases[-1]
+    if plan.config.memory.offload is Offload.swap and hardware.host_gb_s and trains:
+        moved = _base(plan.phases[0], Side.trainer) + _base(rollout, Side.engine)
         found.append(
             f"each step moves {size(moved)} per GPU to or from host memory twice: at least "
             f"{2 * moved / (hardware.host_gb_s * 1e9):.1f} s"
@@ -36,8 +38,11 @@ def notes(plan: Plan, *, trains: bool = True) -> list[str]:
             f"gathering a sharded base brings {size(missing)} to each GPU per pass: at least "
             f"{missing / (hardware.link_gb_s / 2 * 1e9):.1f} s"
         )
-    if plan.model.shape.of(Category.vision):
-        found.append("the vision tower is counted on both sides, although a text policy needs none of it")
+    read = _base(rollout, Side.engine) or _base(rollout, Side.trainer)
+    if hardware.bandwidth_gb_s and (seconds := read / (hardware.bandwidth_gb_s * 1e9)) > SHORTEST_S:
+        found.append(
+            f"a decoding step that touches every weight reads {size(read)} and takes at least {1e3 * seconds:.1f} ms"
+        )
     return found
 
 

@@ -35,11 +35,13 @@ class Row:
 
     name: str
     parameters: int
-    nbytes: dict[str, float]  # recipe -> weights and gradients
+    rounded_parameters: float  # the study's N
+    recipe_bytes: dict[str, float]  # recipe -> weights and gradients
     adapter_bits: float  # per base parameter
     adapter_parameters: int
-    checkpoint_bytes: int  # the 4-bit files as they are: published, or as orbit quantize writes them
-    real_bytes: int  # these files, and the adapter with its gradients in BF16
+    checkpoint_bytes: int  # of the files as published
+    base_bytes: int  # of the 4-bit base: those files, or as orbit quantize writes them
+    base_and_adapter_bytes: int  # that base, and the adapter with its gradients in BF16
 
 
 def study(models: tuple[str, ...] = MODELS) -> list[Row]:
@@ -86,9 +88,11 @@ def _row(name: str) -> Row:
     return Row(
         name=name,
         parameters=shape.parameters,
-        nbytes=recipes,
+        rounded_parameters=n,
+        recipe_bytes=recipes,
         adapter_bits=bits,
         adapter_parameters=numbers,
-        checkpoint_bytes=model.base_bytes,
-        real_bytes=model.base_bytes + 2 * numbers * ADAPTER_BITS // 8,
+        checkpoint_bytes=model.checkpoint_bytes,
+        base_bytes=model.base_bytes,
+        base_and_adapter_bytes=model.base_bytes + 2 * numbers * ADAPTER_BITS // 8,
     )

@@ -31,11 +31,11 @@ def _draw(rows: list[Row]):
     axes.set_title("Weights and gradients over model size")
     parameters = [row.parameters for row in rows]
     for name, colour in zip([*RECIPES, FROZEN], COLOURS, strict=True):
-        gigabytes = [row.nbytes[name] / 1e9 for row in rows]
+        gigabytes = [row.recipe_bytes[name] / 1e9 for row in rows]
         axes.plot(
             parameters, gigabytes, "o-", color=colour, label=f"{name}: {gigabytes[-1]:,.0f} GB for {rows[-1].name}"
         )
-    files = [row.checkpoint_bytes / 1e9 for row in rows]
+    files = [row.base_bytes / 1e9 for row in rows]
     axes.plot(
         parameters, files, "o", markersize=9, fillstyle="none", color=COLOURS[-1], label="4-bit files as they are"
     )
