@@ -6,10 +6,14 @@ Where both are there they must agree: a folder that is another model is told by 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from orbit_cli.config.locate import conf_dir, group_options
 from orbit_cli.config.schema.base import ModelConfig, ModelSource
 from orbit_cli.errors import CheckpointError, ConfigError
 from orbit_cli.planner.facts import Facts
@@ -33,16 +37,36 @@ def facts_of(model: ModelConfig) -> Facts:
     return Facts(model.architecture, f"model.architecture of {model.name}")
 
 
+def own_config(model: ModelConfig) -> str | None:
+    """The overrides that name a checkpoint folder's own config in conf/model; None if there is none, or it is used."""
+    if model.source is not ModelSource.checkpoint or not model.path or model.architecture:
+        return None
+    found = read_config(model)
+    for name in group_options("model"):
+        values = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
+        values = values.get("model", values)
+        leaves = dict(_leaves(values.get("architecture") or {}, ""))
+        if values.get("repository") and all(_equal(_at(found, key), leaves.get(key)) for key in _telling(leaves)):
+            return f"model={name} model.path={model.path}"
+    return None
+
+
+def _telling(leaves: Mapping[str, Any]) -> list[str]:
+    """The keys by which models are told apart."""
+    ends = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+    return [key for key in leaves if key.rpartition(".")[2] in ends and not key.startswith("vision")]
+
+
 def read_config(model: ModelConfig) -> dict[str, Any]:
     """config.json of the checkpoint folder. Raises CheckpointError if it is not there or is none."""
     folder = Path(str(model.path)).expanduser()
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
-        what = "is no folder" if not folder.is_dir() else "has no config.json"
+        what = "has no config.json" if os.path.isdir(folder) else "is no folder"
         where = f"of {model.repository}" if model.repository else "in the Hugging Face format"
         raise CheckpointError(f"model.path={model.path} {what}; set it to a checkpoint folder {where}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / 'config.json'} is not valid JSON ({error}); copy the file again") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{folder / 'config.json'} holds no mapping; copy the file again")

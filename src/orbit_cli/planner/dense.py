@@ -21,7 +21,7 @@ def grouped_query(facts: Facts) -> ModelShape:
     normed = facts.model_type in ("qwen3", "qwen3_moe")  # RMS norms on each head's query and key
     sparse = tuple(n for n in every if moe and _is_sparse(facts, n))
     plain = tuple(n for n in every if n not in sparse)
-    experts, width = _experts(facts) if moe else 0, facts.whole("moe_intermediate_size", 0)
+    experts, width = _experts(facts) if moe else 0, facts.whole("moe_intermediate_size") if moe else 0
     middle = facts.whole("intermediate_size", 0 if moe and not plain else None)
 
     weights = [
@@ -48,7 +48,7 @@ def grouped_query(facts: Facts) -> ModelShape:
     if sparse:
         weights += mlp(Category.experts, "mlp.experts.*", hidden, width, sparse, each=experts)
         weights.append(router(experts, hidden, sparse))
-    top_k = facts.whole("num_experts_per_tok", 0) if moe else 0
+    top_k = facts.whole("num_experts_per_tok") if moe else 0
     return ModelShape(
         model_type=facts.model_type,
         hidden=hidden,
@@ -149,7 +149,7 @@ def _experts(facts: Facts) -> int:
 
 def _is_sparse(facts: Facts, layer: int) -> bool:
     step = facts.whole("decoder_sparse_step", 1)
-    dense = facts.text.get("mlp_only_layers") or []
+    dense = facts.wholes("mlp_only_layers") if facts.text.get("mlp_only_layers") else []
     return layer not in dense and (layer + 1) % max(step, 1) == 0
 
 

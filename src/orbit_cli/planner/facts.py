@@ -22,10 +22,17 @@ class Facts:
         self.where = where
         self.model_type = str(config.get("model_type", ""))
         self.top = config
-        self.text: Mapping[str, Any] = config.get("text_config") or config
+        self.text: Mapping[str, Any] = self.section("text_config") or config
+
+    def section(self, key: str) -> Mapping[str, Any] | None:
+        """A nested mapping, or None. Raises ConfigError for anything else."""
+        value = self.top.get(key)
+        if value is None or isinstance(value, Mapping):
+            return value or None
+        raise ConfigError(f"{self.where}: {key}={value!r} must be a mapping; copy the file again")
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number; without a default it must be there and at least 1. Raises ConfigError otherwise."""
+        """A whole number, at least 1 unless its default is 0; it must be there if it has none. Raises ConfigError."""
         value = self.text.get(key)
         if value is None:
             if default is None:
@@ -34,7 +41,7 @@ class Facts:
                     "model.path to the complete checkpoint folder"
                 )
             return default
-        least = 1 if default is None else 0
+        least = 0 if default == 0 else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
             raise ConfigError(f"{self.where}: {key}={value!r} must be a whole number from {least} to {LARGEST:,}")
         if key == "num_hidden_layers" and value > MOST_LAYERS:
@@ -54,4 +61,7 @@ class Facts:
     @property
     def quantization(self) -> Mapping[str, Any] | None:
         """The quantization_config, at the top or in the text model's part (Kimi-K2.6 has it there)."""
-        return self.top.get("quantization_config") or self.text.get("quantization_config")
+        inner = self.text.get("quantization_config")
+        if inner is not None and not isinstance(inner, Mapping):
+            raise ConfigError(f"{self.where}: quantization_config={inner!r} must be a mapping; copy the file again")
+        return self.section("quantization_config") or inner

@@ -49,7 +49,7 @@ def published_rules(facts: Facts) -> Rules:
     if method == "fp8":
         return Rules(formats={"*": "fp8"})
     if method == "compressed-tensors":
-        return Rules(formats={"*": _scheme(section, facts.where)}, ignore=tuple(section.get("ignore") or ()))
+        return Rules(formats={"*": _scheme(section, facts.where)}, ignore=_ignored(section, facts.where))
     raise ConfigError(
         f"{facts.where}: quant_method {method!r} cannot be planned; use compressed-tensors, fp8 or an unquantised model"
     )
@@ -76,8 +76,19 @@ def base_rules(model: ModelConfig, quantization: QuantizationConfig, published: 
     )
 
 
+def _ignored(section: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    ignored = section.get("ignore") or []
+    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
+        raise ConfigError(
+            f"{where}: quantization_config.ignore={ignored!r} must be a list of names; copy the file again"
+        )
+    return tuple(ignored)
+
+
 def _scheme(section: Mapping[str, Any], where: str) -> str:
     groups = section.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise ConfigError(f"{where}: quantization_config.config_groups must be mappings; copy the file again")
     kinds = {str(group.get("format") or section.get("format")) for group in groups.values()}
     kinds = kinds or {str(section.get("format"))}
     known = {"pack-quantized": "int4", "mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}

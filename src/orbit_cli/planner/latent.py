@@ -101,7 +101,7 @@ def latent_attention(facts: Facts) -> ModelShape:
 
 def vision(facts: Facts) -> list[Weight]:
     """MoonViT and the projector of a kimi_k25 checkpoint; the text policy does not use them."""
-    tower = Facts(facts.top.get("vision_config") or {}, f"{facts.where}: vision_config")
+    tower = Facts(facts.section("vision_config") or {}, f"{facts.where}: vision_config")
     width, middle = tower.whole("vt_hidden_size", 1152), tower.whole("vt_intermediate_size", 4304)
     blocks, patch = tower.whole("vt_num_hidden_layers", 27), tower.whole("patch_size", 14)
     positions = tower.whole("init_pos_emb_height", 64) * tower.whole("init_pos_emb_width", 64)
