@@ -100,6 +100,7 @@ def test_sweeps_are_checked_value_by_value() -> None:
     assert read_overrides(["adapter=oft,lora", "seed=1,2"], sweep=True).overrides == ["adapter=oft,lora", "seed=1,2"]
     assert read_overrides(["run.name=2E3,b"], sweep=True).overrides == ["run.name='2E3',b"]
     assert read_overrides(["trainer.learning_rate=1e-5,1E-7"], sweep=True).overrides
+    assert read_overrides(['adapter.targets=["q_proj"],["k_proj"]'], sweep=True).overrides
     for wrong in ("adapter=oft,lorra", "seed=1,b", "recipe=main_job,nothing", "adapter.kind=oft,lorra"):
         with pytest.raises(ConfigError):
             read_overrides([wrong], sweep=True)

@@ -148,8 +148,17 @@ def _elements(override: Override) -> list[Any]:
     """The value, or each value of a comma-separated sweep; ranges and globs are left to Hydra."""
     value = override.value()
     if isinstance(value, ChoiceSweep):
-        return [getattr(item, "text", item) for item in value.list]
+        return [_unquoted(item) for item in value.list]
     return [] if isinstance(value, Sweep) or override.is_sweep_override() else [value]
+
+
+def _unquoted(item: Any) -> Any:
+    """One value of a sweep without the parser's own type for quoted text, also inside lists and mappings."""
+    if isinstance(item, list):
+        return [_unquoted(inner) for inner in item]
+    if isinstance(item, dict):
+        return {_unquoted(key): _unquoted(inner) for key, inner in item.items()}
+    return getattr(item, "text", item)
 
 
 def _keep_text(schema_field: Field, text: str, parser: OverridesParser) -> str:
