@@ -13,10 +13,9 @@ from torch import Tensor
 
 from orbit_kernels.chunk_decode import decode_experts
 from orbit_kernels.chunked import chunked_product
-from orbit_kernels.decode import dequantize
+from orbit_kernels.decode import GROUP, dequantize
 from orbit_kernels.expert_layer import expert_layer, serve_expert_layer
 from orbit_kernels.experts import ExpertAdapters, StackedAdapter
-from orbit_kernels.fragments import GROUP
 from orbit_kernels.grouped import PackedExperts, decoded_expert, grouped_forward, grouped_input_gradient
 
 CHUNK = 16

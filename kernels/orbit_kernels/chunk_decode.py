@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from orbit_kernels.decode import FP8_BLOCK
-from orbit_kernels.fragments import GROUP
+from orbit_kernels.decode import FP8_BLOCK, GROUP
 from orbit_kernels.grouped import PackedExperts
 
 BLOCK = 8192

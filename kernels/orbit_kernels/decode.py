@@ -19,6 +19,9 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_BLOCK = 128
 """Rows and columns of an FP8 scale block (DeepSeek-V3, 2412.19437)."""
 
+GROUP = {"int4": 32, "mxfp4": 32, "nvfp4": 16}
+"""Weights of a row that share a scale, of the formats that put two codes in a byte."""
+
 FORMATS = ("int4", "mxfp4", "nvfp4", "fp8", "bf16")
 
 

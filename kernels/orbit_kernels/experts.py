@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from orbit_kernels.checks import check_experts, check_range
 from orbit_kernels.linear import frozen_linear
 
 PATHS = ("auto", "kernels", "chunked", "fastest", "reference")
@@ -80,8 +81,10 @@ def frozen_experts(
     """y [T, H] = sum over slots j of weights[t, j] * expert(expert_ids[t, j])(x[t]).
 
     x [T, H]; expert_ids [T, k] integers; weights [T, k]; w13 [E, 2I, ...] with the gate rows first; w2 [E, H, ...],
-    packed and scaled as `orbit_kernels.decode.dequantize` says. Raises ValueError for shapes that do not fit each other
-    and for a path that cannot run. With `routing_gradient` weights get a gradient too, else they are constants.
+    packed and scaled as `orbit_kernels.decode.dequantize` says. With `routing_gradient` weights get a gradient too,
+    else they are constants. No tokens make [0, H] and zero gradients. Raises ValueError for shapes, dtypes and devices
+    that do not fit each other (checks.py) and for a path that cannot run; for ids that are no experts of the layer
+    wherever the ids pass by the host, which is everywhere but in the kernels on a GPU: there they are undefined.
 
     path       kernels    products straight from the packed bytes; BF16 on a GPU
                chunked    decoded chunks of at most `chunk_budget` bytes; BF16 on a GPU
@@ -89,30 +92,36 @@ def frozen_experts(
                reference  PyTorch, any device and dtype; sums in the dtype of x
                auto       kernels on a GPU where they can run, else the reference
     """
-    _check_shapes(x, expert_ids, weights, w13_packed, w2_packed, fmt)
+    stored = (w13_packed, w13_scale, w13_global_scale), (w2_packed, w2_scale, w2_global_scale)
+    check_experts(x, expert_ids, weights, *stored, fmt, adapter)
     weights = weights if routing_gradient else weights.detach()
     if path not in PATHS:
         raise ValueError(f"path={path!r} is none of {', '.join(PATHS)}")
     if path in ("kernels", "chunked", "fastest") or (path == "auto" and x.is_cuda):
         from orbit_kernels.expert_layer import expert_layer, fastest_path  # Triton is imported where it is used
-        from orbit_kernels.grouped import PackedExperts, unsupported
+        from orbit_kernels.grouped import COMPUTE, INTERPRETED, PackedExperts, unsupported
 
         w13 = PackedExperts(packed=w13_packed, scale=w13_scale, fmt=fmt, global_scale=w13_global_scale, parts=2)
         w2 = PackedExperts(packed=w2_packed, scale=w2_scale, fmt=fmt, global_scale=w2_global_scale)
         reason = unsupported(w13) or unsupported(w2)
-        if x.dtype != torch.bfloat16:
-            reason = f"x is {x.dtype}; the kernels multiply bfloat16, convert it"
-        if path == "fastest" and reason is None:
-            path = fastest_path(x, expert_ids, weights.detach(), w13, w2, PATH_CACHE)
-        if reason is None:
+        if reason is None and x.dtype != COMPUTE:
+            reason = f"x is {x.dtype}; the kernels multiply {COMPUTE}, convert it"
+        if reason is not None and path != "auto":
+            raise ValueError(f"path={path!r} cannot run: {reason}, or pass path='auto' or 'reference'")
+        if reason is None and len(x):
+            if INTERPRETED:
+                check_range(*(int(bound) for bound in expert_ids.aminmax()), len(w2_packed))
+            if path == "fastest":
+                path = fastest_path(x, expert_ids, weights.detach(), w13, w2, PATH_CACHE)
             budget = chunk_budget if path == "chunked" else 0
             return expert_layer(
                 x, expert_ids, weights, w13, w2, adapter, chunk_budget=budget, routing_gradient=routing_gradient
             )
-        if path != "auto":
-            raise ValueError(reason)
+    if not len(x):
+        return _no_tokens(x, weights, adapter)
     tokens, slots = expert_ids.shape
     order, hit, counts = sort_by_expert(expert_ids)  # order [T*k]
+    check_range(hit[0], hit[-1], len(w2_packed))
     rows = x.index_select(0, torch.div(order, slots, rounding_mode="floor"))  # [T*k, H], grouped by expert
     gates, ups, downs = (_per_expert(adapter, name) for name in ("gate", "up", "down"))
     outputs = [
@@ -131,24 +140,14 @@ def frozen_experts(
         )
         for expert, chunk in zip(hit, rows.split(counts), strict=True)
     ]
-    grouped = torch.cat(outputs) if outputs else rows  # [T*k, H]
-    return combine_slots(grouped, order, weights, tokens)
+    return combine_slots(torch.cat(outputs), order, weights, tokens)
 
 
-def _check_shapes(x, expert_ids, weights, w13_packed, w2_packed, fmt: str) -> None:
-    per_byte = 2 if fmt in ("int4", "mxfp4", "nvfp4") else 1
-    experts, hidden, inter = w2_packed.shape[0], w2_packed.shape[1], w2_packed.shape[2] * per_byte
-    if x.dim() != 2 or x.shape[1] != hidden:
-        raise ValueError(f"x has shape {list(x.shape)}, but w2 gives {hidden} hidden columns; pass [tokens, {hidden}]")
-    if expert_ids.shape != weights.shape or expert_ids.dim() != 2 or len(expert_ids) != len(x):
-        raise ValueError(
-            f"expert_ids {list(expert_ids.shape)} and weights {list(weights.shape)} must both be [{len(x)}, slots]"
-        )
-    found = (w13_packed.shape[0], w13_packed.shape[1], w13_packed.shape[2] * per_byte)
-    if found != (experts, 2 * inter, hidden):
-        raise ValueError(f"w13 is {list(found)} but w2 asks for {[experts, 2 * inter, hidden]}; they are of two layers")
-    if x.device != w13_packed.device:
-        raise ValueError(f"x is on {x.device}, the experts are on {w13_packed.device}; move one of them")
+def _no_tokens(x: torch.Tensor, weights: torch.Tensor, adapter: ExpertAdapters | None) -> torch.Tensor:
+    """y [0, H], of which everything that may be trained has a gradient of zeros: the same graph as with tokens."""
+    stacks = [] if adapter is None else [s for s in (adapter.gate, adapter.up, adapter.down) if s is not None]
+    leaves = [weights, *(t for s in stacks for t in (s.rotation, s.lora_a, s.lora_b) if t is not None)]
+    return x + sum(leaf[:0].sum() for leaf in leaves)
 
 
 def sort_by_expert(expert_ids: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:

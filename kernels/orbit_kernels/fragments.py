@@ -17,9 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-GROUP = {"int4": 32, "mxfp4": 32, "nvfp4": 16}
-"""Columns of a scale of the formats that this module decodes from nibbles."""
-
 # INT4: the nibble ORed onto the BF16 number 128 is 128 + q exactly; minus 136 it is q - 8.
 # E2M1: sign to bit 15, exponent and mantissa to bits 8..6 make a BF16 number 2^126 times too small, zero and subnormal
 # included; the product with 2^126 is exact.

@@ -19,12 +19,13 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from orbit_kernels.decode import FORMATS, dequantize
-from orbit_kernels.fragments import GROUP
+from orbit_kernels.checks import stored_misfit
+from orbit_kernels.decode import GROUP, dequantize
 from orbit_kernels.grouped_tiles import forward_kernel, gradient_kernel
 from orbit_kernels.routing import row_tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+COMPUTE = torch.float32 if INTERPRETED else torch.bfloat16  # of activations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,13 +237,20 @@ def decoded_expert(weight: PackedExperts, expert: int, dtype: torch.dtype) -> to
 
 def unsupported(weight: PackedExperts) -> str | None:
     """Why the kernels cannot take this weight, or None: callers fall back, or show it to a person."""
-    experts, outputs, inputs = weight.shape
-    if weight.fmt not in FORMATS:
-        return f"number format {weight.fmt!r} has no kernel; use one of {', '.join(FORMATS)}"
+    misfit = stored_misfit(
+        weight.packed, weight.scale, weight.fmt, weight.global_scale, experts=True, parts=weight.parts
+    )
+    if misfit:
+        return misfit
+    if not (weight.packed.is_cuda or INTERPRETED):
+        return f"the kernels need a CUDA device, the weights are on {weight.packed.device}; move them to one"
+    _, outputs, inputs = weight.shape
     if inputs % 32 or (outputs // weight.parts) % 32:
         return f"a weight of {outputs} x {inputs} does not split into 32-groups; pad both sizes to multiples of 32"
     if weight.fmt == "int4" and weight.scale.dtype != torch.bfloat16:
         return f"INT4 scales are {weight.scale.dtype}; the kernels read bfloat16, convert them"
+    if weight.fmt == "bf16" and weight.packed.dtype != torch.bfloat16:
+        return f"unquantised weights are {weight.packed.dtype}; the kernels read bfloat16, convert them"
     if weight.fmt == "fp8" and weight.parts > 1 and (outputs // weight.parts) % 64:
         return f"FP8 gate and up of {outputs // weight.parts} rows share a step of 64 rows; pad to a multiple of 64"
     loose = [t for t in (weight.packed, weight.scale) if t is not None and not t.is_contiguous()]
@@ -290,16 +298,15 @@ def _check(
         raise ValueError(f"activations have shape {list(rows_in.shape)}, the weight needs {expected}")
     if not rows_in.is_contiguous() or rows_in.data_ptr() % 16:
         raise ValueError("activations must be contiguous and 16-byte aligned; call .contiguous()")
-    wanted = torch.float32 if INTERPRETED else torch.bfloat16
-    if rows_in.dtype != wanted:
-        raise ValueError(f"activations are {rows_in.dtype}; the kernels multiply {wanted}, convert them")
+    if rows_in.dtype != COMPUTE:
+        raise ValueError(f"activations are {rows_in.dtype}; the kernels multiply {COMPUTE}, convert them")
     groups = weight.shape[0] * slots
     if offsets.dtype != torch.int32 or offsets.shape != (groups + 1,):
         raise ValueError(f"offsets must be int32 [{groups + 1}], not {offsets.dtype} {list(offsets.shape)}")
     if low is not None:
         assert low.rank in (16, 32, 64, 128) and low.rows.shape == (rows_in.shape[-2], weight.parts * low.rank)
         assert low.rows.dtype == rows_in.dtype and low.rows.is_contiguous()
-        assert all(len(own) == groups and own.is_contiguous() and own.dtype == wanted for own in low.matrices)
+        assert all(len(own) == groups and own.is_contiguous() and own.dtype == COMPUTE for own in low.matrices)
     devices = {t.device for t in (rows_in, weight.packed, weight.scale, offsets) if t is not None}
     if len(devices) > 1:
         raise ValueError(f"tensors lie on {', '.join(sorted(map(str, devices)))}; move them to one device")

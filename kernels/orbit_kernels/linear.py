@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from orbit_kernels.checks import check_linear, stored_misfit
 from orbit_kernels.decode import dequantize
 
 
@@ -27,8 +28,10 @@ def frozen_linear(
     """y [..., N] = x [..., K] W^T + bias, with W [N, K] decoded from `packed` (see `orbit_kernels.decode.dequantize`).
 
     The dtype of x is the compute dtype: W is rounded to it once. Gradients exist for x alone; `bias` is frozen too.
-    BF16 activations on a GPU are multiplied by the stored bytes, in registers (grouped.py, one expert).
+    BF16 activations on a GPU are multiplied by the stored bytes, in registers (grouped.py, one expert). Raises
+    ValueError for shapes, dtypes and devices that do not fit each other (checks.py).
     """
+    check_linear(x, packed, scale, fmt, global_scale, bias)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return _forward(x, packed, scale, fmt, global_scale, bias)
     return _FrozenLinear.apply(x, packed, scale, fmt, global_scale, bias)
@@ -84,6 +87,8 @@ class PreparedLinear:
         global_scale: torch.Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        if misfit := stored_misfit(packed, scale, fmt, global_scale, experts=False):
+            raise ValueError(misfit)
         with torch.no_grad():
             self.weight = dequantize(packed, scale, fmt, dtype, global_scale)  # [N, K]
 
@@ -107,6 +112,8 @@ class PackedLinear:
     ) -> None:
         from orbit_kernels.grouped import unsupported
 
+        if misfit := stored_misfit(packed, scale, fmt, global_scale, experts=False):
+            raise ValueError(misfit)
         self.weight = _stacked(packed, scale, fmt, global_scale)
         if reason := unsupported(self.weight):
             raise ValueError(f"this linear cannot be multiplied in its packed form: {reason}")

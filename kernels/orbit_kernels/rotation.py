@@ -103,11 +103,16 @@ def rotate_rows_reference(
 
 
 def _sizes(rotations: list[torch.Tensor]) -> tuple[int, int]:
-    """(K, b); ValueError for blocks that no slab holds."""
+    """(K, b); ValueError for blocks that no slab holds, and for gate and up with blocks of two sizes."""
     blocks, b = rotations[0].shape[1], rotations[0].shape[-1]
     if b > 128 or b & (b - 1):
         raise ValueError(
             f"rotations of blocks of {b} have no kernel; use a power of two up to 128, or path='reference'"
+        )
+    if rotations[0].shape != rotations[-1].shape:
+        raise ValueError(
+            f"rotations of gate and up have blocks of {b} and of {rotations[-1].shape[-1]}, and one kernel multiplies "
+            "both; give them blocks of one size, or pass path='reference'"
         )
     return blocks * b, b
 

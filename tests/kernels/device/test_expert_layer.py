@@ -93,11 +93,11 @@ def random_input():
     return values(TOKENS, HIDDEN).mul_(0.3), ids, torch.rand(TOKENS, SLOTS).to(DTYPE).to(DEVICE), values(TOKENS, HIDDEN)
 
 
-def reference(x, ids, weights, w13, w2, adapter):
+def reference(x, ids, weights, w13, w2, adapter, path="reference"):
     return frozen_experts(
         x, ids, weights, w13.packed, w13.scale, w2.packed, w2.scale, w13.fmt, adapter,
         w13.global_scale, w2.global_scale,
-        routing_gradient=True,
+        path=path, routing_gradient=True,
     )  # fmt: skip
 
 
@@ -121,6 +121,20 @@ def test_values_and_gradients_against_the_reference(kind, fmt):
     assert relative_error(y, expected.detach()) < tolerance(4)
     for actual, exact in zip(found, wanted, strict=True):
         assert actual.shape == exact.shape and relative_error(actual, exact) < tolerance(6)
+
+
+@pytest.mark.parametrize("path", ["kernels", "chunked"])
+def test_the_one_entry_runs_it(path):
+    w13, w2 = random_layer("int4")
+    x, ids, weights, _ = random_input()
+    budget = 1 << 30 if path == "chunked" else 0
+    y = reference(x, ids, weights, w13, w2, None, path=path)
+    assert torch.equal(y, expert_layer(x, ids, weights, w13, w2, chunk_budget=budget))
+    if INTERPRETED:  # a GPU is not asked what the ids say
+        with pytest.raises(ValueError, match=rf"holds -1.*0 to {EXPERTS - 1}"):
+            reference(x, ids - 1, weights, w13, w2, None, path=path)
+    with pytest.raises(ValueError, match=f"path='{path}' cannot run: x is torch.float64"):
+        reference(x.double(), ids, weights, w13, w2, None, path=path)
 
 
 @pytest.mark.parametrize("fmt", ["fp8"] if INTERPRETED else ["int4", "fp8"])

@@ -71,6 +71,13 @@ def test_blocks_without_a_kernel_are_refused(block):
         rotate_rows(values(TOKENS * SLOTS, 2 * block), rotations, routing, tiles)
 
 
+def test_two_sizes_of_blocks_for_the_same_rows_are_refused():
+    routing, (gate,), tiles = random_case(16, 64, 1)
+    _, (up,), _ = random_case(32, 64, 1)
+    with pytest.raises(ValueError, match="blocks of 16 and of 32.*one size"):
+        rotate_rows(values(TOKENS * SLOTS, 64), [gate, up], routing, tiles)
+
+
 def test_the_order_of_columns_that_products_read():
     routing, rotations, tiles = random_case(32, 96, 1)
     x = values(TOKENS * SLOTS, 96)
