@@ -56,8 +56,9 @@ def stored_misfit(
     if fmt in GROUP and columns % GROUP[fmt]:
         return f"{prefix}packed has {columns} inputs, no multiple of {fmt}'s group of {GROUP[fmt]}; pad the weight"
     if fmt == "bf16":
-        if scale is not None or global_scale is not None:
-            return f"{prefix}scale is given, but bf16 weights have no scales; pass None, or the weight's own fmt"
+        for name, given in (("scale", scale), ("global_scale", global_scale)):
+            if given is not None:
+                return f"{prefix}{name} is given, but bf16 weights have no scales; pass None, or the weight's own fmt"
         return None
     if scale is None:
         return f"{prefix}scale is None, but {fmt} weights are nothing without their scales; pass them"
