@@ -132,7 +132,7 @@ class HardwareConfig:
     device: Device = Device.cpu
     """cpu or cuda."""
     gpus: int = 0
-    """GPUs of the machine. Training uses one yet (`orbit plan` says what more would need), the engine
+    """GPUs of the machine. Training uses one so far (`orbit plan` says what more would need), the engine
     engine.tensor_parallel of them."""
     memory_mib: int | None = None
     """Memory of one GPU in MiB, as nvidia-smi shows it (device=cpu: of the machine); null: read from this machine."""
