@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 from planning import bases, composed, planned
@@ -10,13 +12,17 @@ from planning import bases, composed, planned
 from orbit_cli.errors import ConfigError
 from orbit_cli.planner.advice import nearest_fit
 from orbit_cli.planner.built import not_built
+from orbit_cli.planner.checkpoint import own_config
 from orbit_cli.planner.largest import longest_response
+from orbit_cli.planner.lengths import adds_up, micro_batch
 from orbit_cli.planner.model import read_model
+from orbit_cli.planner.notes import notes
 from orbit_cli.planner.part import Side
 from orbit_cli.planner.plan import make_plan
 from orbit_cli.planner.view import to_json
 
 SHARED = "memory.shared_base=true"
+EVERY = "adapter.expert_targets=[gate_proj,up_proj,down_proj]"
 
 
 def test_kimi_on_eight_b200_fits_with_two_copies_and_with_one() -> None:
@@ -96,12 +102,62 @@ def test_a_layout_that_cannot_be_is_one_sentence(overrides: tuple[str, ...], wor
 
 
 @pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ("model=kimi_k26", "adapter.targets=[foo,o_proj]"),
+            "'foo', which matches no linear .* are .*q_b_proj",
+        ),
+        (("model=kimi_k26", "adapter.targets=[q_proj]"), r"'q_proj' \(nearest: q_b_proj\)"),
+        (
+            ("model=tiny_dense", "adapter.targets=[foo]"),
+            "'foo', which the engine cannot serve as oft",
+        ),
+        (("model=tiny_dense", EVERY), "nothing: the model has no routed experts"),
+        (("model=kimi_k26", "adapter.targets=[gate_proj]", "adapter.layers=[61]"), "layers 0 to 60"),
+        (("model=deepseek_v4_flash", "adapter.targets=[o_proj]"), "accepted are wq_a"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused_as_in_training(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        planned(*overrides)
+
+
+def test_a_folder_of_a_named_model_is_pointed_to_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(composed("model=kimi_k26").model.architecture))
+    folder = ("model=checkpoint", f"model.path={tmp_path}", "hardware=h200x8")
+    with pytest.raises(ConfigError, match=f"or set model=kimi_k26 model.path={tmp_path}, whose config has them"):
+        planned(*folder)
+    targets = "adapter.targets=[q_b_proj,kv_b_proj,o_proj]"
+    plan = planned(*folder, targets)
+    assert notes(plan)[0].startswith(f"model=kimi_k26 model.path={tmp_path} has this model's")
+    advised = nearest_fit(plan).overrides
+    assert advised == [SHARED, "engine.tensor_parallel=8"]  # the engine takes what the config says, and so does a plan
+    assert planned(*folder, targets, *advised).fits
+    assert own_config(composed("model=kimi_k26").model) is None
+
+
+def test_what_is_at_once_in_training_is_said() -> None:
+    plan = planned("model=kimi_k26", "hardware=h200x8")
+    words = micro_batch(plan.config, plan.lengths)
+    assert words == "8 samples that share one prompt of 128 tokens, all of a step that one trainer process gets"
+    assert plan.lengths.micro_tokens == 128 + 8 * 8
+    assert adds_up(plan.config, plan.lengths).startswith("1 x 128 prompt + 8 x 8 response; a micro-batch takes samples")
+    packed = planned("model=qwen3_4b", "hardware=h200x1", "trainer.micro_batch_tokens=1024")
+    assert micro_batch(packed.config, packed.lengths).endswith("what trainer.micro_batch_tokens=1,024 lets in")
+    alone = planned("model=qwen3_4b", "hardware=h200x1", "trainer.micro_batch_tokens=8")
+    assert "longer than trainer.micro_batch_tokens=8" in micro_batch(alone.config, alone.lengths)
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         (),
         ("model=kimi_k26", "hardware=h200x8"),
         ("model=deepseek_v4_pro", "hardware=b200x8"),
         ("model=deepseek_v4_pro", "hardware=rtx4090x1", "adapter.expert_targets=[gate_proj,up_proj,down_proj]"),
+        ("model=deepseek_v4_flash", "hardware=rtx4090x1", "experiment=long_answers", EVERY),
+        ("model=smollm2_360m", "hardware=h200x8", "experiment=long_answers", "hardware.memory_mib=30000"),
     ],
 )
 def test_any_plan_takes_less_than_three_tenths_of_a_second(overrides: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from orbit_cli.commands.plan_text import WIDTH, heading
+from orbit_cli.planner.lengths import adds_up
 from orbit_cli.planner.part import Part, Side, size
 from orbit_cli.planner.plan import Plan
 from orbit_cli.planner.words import meanings, shown
@@ -33,6 +34,8 @@ def formulas_text(plan: Plan) -> str:
     if plan.budget is not None and plan.memory:
         headroom = plan.config.memory.headroom
         lines.append(f"{'usable':<9}{size(plan.budget)} = {size(plan.memory)} x (1 - memory.headroom={headroom:g})")
+    if any(phase.name == "train" for phase in plan.phases):
+        lines += _wrapped("tokens   ", f"{plan.lengths.micro_tokens:,} = {adds_up(plan.config, plan.lengths)}")
     lines += ["", "words"]
     for word, meaning in meanings(names):
         lines += _wrapped(f"  {word:<{NAMES}} ", meaning)

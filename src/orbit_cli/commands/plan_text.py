@@ -207,8 +207,7 @@ def _answer(plan: Plan, command: str) -> list[str]:
             rows.append(("but", f"on a CPU these are upper bounds: orbit {command} starts it all the same"))
         rows += _remedies(plan, command)
     elif plan.budget is None:
-        unknown = "cannot be told: hardware.memory_mib is not set; set it to what nvidia-smi shows, in MiB"
-        rows = [("fits", unknown), *_missing(plan, command)]
+        rows = [("fits", f"cannot be told: {_unknown(plan)}"), *_missing(plan, command)]
     else:
         left = size(plan.budget - plan.peak.nbytes)
         where = " on each GPU" if plan.layout.on_gpu else ""
@@ -217,6 +216,17 @@ def _answer(plan: Plan, command: str) -> list[str]:
         rows += _how_far(plan, command)
     rows += [("note", text) for text in notes(plan, trains=trains)[:NOTES]]
     return _lines(rows)
+
+
+def _unknown(plan: Plan) -> str:
+    """What is not known without hardware.memory_mib, and what the sum lacks then."""
+    engine, why = plan.config.engine, "hardware.memory_mib is not set; set it to what nvidia-smi shows, in MiB"
+    if engine.max_total_tokens is not None or not plan.layout.on_gpu:
+        return why
+    share = f"engine.mem_fraction_static={engine.mem_fraction_static:g} of a GPU"
+    return (
+        f"{why}. Not in the sum: SGLang fills {share} with base, slots and cache, as engine.max_total_tokens is not set"
+    )
 
 
 def _missing(plan: Plan, command: str) -> list[tuple[str, str]]:

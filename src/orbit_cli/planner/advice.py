@@ -14,12 +14,11 @@ from typing import Any
 from orbit_cli.config.schema.base import AdapterKind
 from orbit_cli.config.schema.memory import EngineLayout, Offload, TrainerLayout
 from orbit_cli.config.schema.system import Device, HardwareConfig
+from orbit_cli.engine.arguments import CPU_TOKENS
 from orbit_cli.models.families import FAMILIES as TRAINED
 from orbit_cli.planner.built import not_built
 from orbit_cli.planner.changes import Change, Harm, tried
-from orbit_cli.planner.largest import largest_micro_batch as largest_micro_batch
 from orbit_cli.planner.largest import longest_response, response_values
-from orbit_cli.planner.largest import sequences_at_once as sequences_at_once
 from orbit_cli.planner.machine import gpu_machines, machine_of, whole_memory
 from orbit_cli.planner.part import size
 from orbit_cli.planner.plan import Plan
@@ -152,20 +151,20 @@ class _Search:
         for option in options:
             if "trainer.micro_batch_tokens" not in option.values and self._joins(chosen, option):
                 chosen.append(option)
-        tokens = self._longest(chosen)
-        if tokens < max(FEWEST, wanted // part) or tokens >= wanted:
+        tokens = self._longest(chosen, max(FEWEST, wanted // part), wanted - 1)
+        if not tokens:
             return None
         for option in list(reversed(chosen)):
             without = [one for one in chosen if one is not option]
             if self.accepted([*without, self._cut(without, int(tokens * SPARE))]) is not None:
                 chosen = without
-        cut = self._cut(chosen, self._longest(chosen))
+        cut = self._cut(chosen, self._longest(chosen, int(tokens * SPARE), tokens))
         plan = self.accepted([*chosen, cut])
         return Nearest(changes=[*chosen, cut], plan=plan) if plan is not None else None
 
-    def _longest(self, chosen: list[Change]) -> int:
+    def _longest(self, chosen: list[Change], least: int, most: int) -> int:
         plan = self.planned(chosen)
-        return longest_response(plan, trains=self.trains) if plan is not None else 0
+        return longest_response(plan, trains=self.trains, least=least, most=most) if plan is not None else 0
 
     def _cut(self, chosen: list[Change], tokens: int) -> Change:
         """Responses of so many tokens, beside the chosen changes."""
@@ -225,10 +224,11 @@ def _smaller_batches(plan: Plan) -> Iterator[Change]:
     """Less at a time, which changes how fast it goes and nothing else."""
     config, counted = plan.config, plan.lengths
     on_gpu, pool = config.hardware.device is Device.cuda, config.engine.max_total_tokens
+    pool = CPU_TOKENS if pool is None and not on_gpu else pool
     needed = _pages(counted.in_flight)
     if pool is not None and pool < counted.longest:
         yield Change(values={"engine.max_total_tokens": needed}, why="a cache that holds a whole sequence")
-    elif (on_gpu and pool is None) or (pool or 0) > needed:
+    elif pool is None or pool > needed:
         yield Change(values={"engine.max_total_tokens": needed}, why="a cache for what is in flight and no more")
     if not config.trainer.activation_checkpointing:
         yield Change(values={"trainer.activation_checkpointing": True}, why="recompute activations")
@@ -267,8 +267,9 @@ def _layouts(plan: Plan) -> Iterator[Change]:
     split = TrainerLayout.expert_parallel if shape.experts and shape.experts % gpus == 0 else TrainerLayout.sharded
     if memory.colocated and not memory.shared_base and memory.offload is Offload.none:
         values: dict[str, Any] = {"memory.shared_base": True}
-        if memory.engine_layout is not EngineLayout.auto or plan.config.engine.tensor_parallel != gpus:
+        if memory.engine_layout is not EngineLayout.auto:
             values["memory.engine_layout"] = EngineLayout.auto
+        if plan.config.engine.tensor_parallel != gpus:
             values["engine.tensor_parallel"] = gpus
         if memory.trainer_layout is TrainerLayout.sharded:
             values["memory.trainer_layout"] = TrainerLayout.auto

@@ -47,7 +47,9 @@ def tried(plan: Plan, chosen: list[Change], *, trains: bool = True) -> Plan | No
         return None
     same_base = config.quantization == plan.config.quantization
     try:
-        return make_plan(config, model=plan.model if same_base else read_model(config), trains=trains)
+        if not same_base:
+            return make_plan(config, model=read_model(config), trains=trains)
+        return make_plan(config, like=plan, trains=trains)
     except ConfigError:
         return None
 

@@ -17,8 +17,8 @@ from orbit_cli.planner.plan import Plan
 UNBOUNDED = 1 << 20  # tokens of a sequence, where the model does not say how many it takes
 
 
-def longest_response(plan: Plan, *, trains: bool = True) -> int:
-    """Largest rollout.max_new_tokens that fits, set as `response_values` says; 0 if none does.
+def longest_response(plan: Plan, *, trains: bool = True, least: int = 1, most: int | None = None) -> int:
+    """Largest rollout.max_new_tokens of `least` to `most` that fits, set as `response_values` says; 0 if none does.
 
     All else is equal but trainer.micro_batch_tokens, which may shrink to one sequence. Never less than what the plan
     has if that fits, never more than the model's positions.
@@ -29,8 +29,11 @@ def longest_response(plan: Plan, *, trains: bool = True) -> int:
     def fits(tokens: int) -> bool:
         return _fits(plan, _alone(plan, tokens), trains)
 
-    least = config.rollout.max_new_tokens if plan.fits else 0
-    return _largest(fits, least, max(room // config.environment.max_turns, 0))
+    now, room = config.rollout.max_new_tokens, max(room // config.environment.max_turns, 0)
+    most = room if most is None else min(most, room)
+    if plan.fits and least <= now <= most:
+        return _largest(fits, now, most)
+    return _largest(fits, least, most) if least <= most and fits(least) else 0
 
 
 def response_values(plan: Plan, tokens: int, *, trains: bool = True) -> dict[str, Any]:
@@ -48,13 +51,13 @@ def longest_words(plan: Plan, *, trains: bool = True) -> str:
     tokens = longest_response(plan, trains=trains)
     micro = response_values(plan, tokens, trains=trains).get("trainer.micro_batch_tokens")
     shrunk = f" with trainer.micro_batch_tokens={micro}" if micro else ""
-    end = ""
-    if plan.model.shape.longest and plan.config.rollout.max_prompt_tokens + tokens >= plan.model.shape.longest:
-        end = f", up to the model's {plan.model.shape.longest:,} positions"
-    else:
-        pool = plan.config.engine.max_total_tokens
-        if pool and plan.config.rollout.max_prompt_tokens + tokens * plan.config.environment.max_turns >= pool:
-            end = f", as long as engine.max_total_tokens={pool} holds"
+    config, positions, end = plan.config, plan.model.shape.longest, ""
+    pool = config.engine.max_total_tokens
+    longer = config.rollout.max_prompt_tokens + (tokens + 1) * config.environment.max_turns
+    if positions and longer > positions:
+        end = f", up to the model's {positions:,} positions"
+    elif pool and longer > pool:
+        end = f", as much as engine.max_total_tokens={pool} holds"
     return f"responses of {tokens:,} tokens fit (rollout.max_new_tokens={tokens}{shrunk}){end}"
 
 
@@ -111,7 +114,7 @@ def _fits(plan: Plan, values: dict[str, Any], trains: bool) -> bool:
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """Largest value from `least`, which fits (0: nothing is known to), to `most`; more never needs less."""
+    """Largest value from `least`, which is known to fit, to `most`; more never needs less."""
     low, high = least, most
     while low < high:
         middle = (low + high + 1) // 2

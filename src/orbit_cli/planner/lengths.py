@@ -83,7 +83,7 @@ def micro_batch(config: OrbitConfig, counted: Lengths) -> str:
         prompts = f"{counted.micro_prompts:,} prompts" if counted.micro_prompts > 1 else "one prompt"
         group = "" if config.rollout.group_size == 1 else "that share "
         of = f"{samples:,} samples {group or 'of '}{prompts} of {counted.micro_prompt:,} tokens"
-    if samples == counted.share:
+    if samples == counted.share and counted.micro_prompt == config.rollout.max_prompt_tokens:
         return f"{of}, all of a step that one trainer process gets"
     if counted.longest > budget and samples == 1:
         return f"{of}, alone since it is longer than trainer.micro_batch_tokens={budget:,}"
@@ -101,5 +101,8 @@ def adds_up(config: OrbitConfig, counted: Lengths) -> str:
     if config.rollout.group_size > 1:
         rules.append(f"the up to {config.rollout.group_size} samples of a prompt compute it once")
     if n.micro_prompt < config.rollout.max_prompt_tokens:
-        rules.append(f"prompts may be shorter than {config.rollout.max_prompt_tokens:,}, and more samples fit then")
-    return f"{formula}; {'; '.join(rules)}; of all prompt lengths the one with most tokens is counted"
+        rules.append(
+            f"prompts may be shorter than {config.rollout.max_prompt_tokens:,}, and more samples fit then: the length "
+            "with most tokens is counted"
+        )
+    return f"{formula}; {'; '.join(rules)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orbit_cli.config.schema.memory import Offload, TrainerLayout
+from orbit_cli.planner.checkpoint import own_config
 from orbit_cli.planner.part import BASE, Side, size
 from orbit_cli.planner.plan import Phase, Plan
 from orbit_cli.planner.shape import Category
@@ -13,7 +14,7 @@ SHORTEST_S = 0.0005  # of a decoding step; below it other things count
 
 def notes(plan: Plan, *, trains: bool = True) -> list[str]:
     """Sentences for the person who reads the plan, the most important first."""
-    found = [*_base_notes(plan), *_config_notes(plan, trains), *_costs(plan, trains)]
+    found = [*_folder_notes(plan), *_base_notes(plan), *_config_notes(plan, trains), *_costs(plan, trains)]
     if plan.phases[0].moment:
         found.append(f"of training the largest moment is counted, {plan.phases[0].moment}; the others need less")
     if plan.model.shape.of(Category.vision):
@@ -44,6 +45,12 @@ def _costs(plan: Plan, trains: bool) -> list[str]:
             f"a decoding step that touches every weight reads {size(read)} and takes at least {1e3 * seconds:.1f} ms"
         )
     return found
+
+
+def _folder_notes(plan: Plan) -> list[str]:
+    """Where the folder is a model that has a config of its own."""
+    better = own_config(plan.config.model)
+    return [f"{better} has this model's stop tokens, adapter.targets and engine.tensor_parallel"] if better else []
 
 
 def _base_notes(plan: Plan) -> list[str]:

@@ -12,7 +12,9 @@ from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import ComputeDtype
 from orbit_cli.config.schema.memory import Offload, TrainerLayout
 from orbit_cli.config.schema.system import Device
-from orbit_cli.planner.adapters import check_targets, sites
+from orbit_cli.errors import ConfigError
+from orbit_cli.planner.adapters import Site, check_targets, served_sites, sites
+from orbit_cli.planner.checkpoint import own_config
 from orbit_cli.planner.layout import Layout, decide
 from orbit_cli.planner.lengths import Lengths, lengths
 from orbit_cli.planner.machine import host_memory
@@ -45,6 +47,14 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Adapted:
+    """What the adapter sits on."""
+
+    trained: list[Site]
+    served: list[Site]  # with what the engine fuses with it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """The whole answer."""
 
@@ -56,6 +66,7 @@ class Plan:
     budget: int | None  # of them, what a plan may use
     phases: list[Phase]
     cache_bytes_per_token: float  # on one GPU
+    adapted: Adapted
     adapter_parameters: int
     limits: list[str] = field(default_factory=list)  # one sentence each; empty: it fits
 
@@ -73,11 +84,19 @@ class Plan:
         return max(sum(part.nbytes for part in phase.parts if part.certain) for phase in self.phases)
 
 
-def make_plan(config: OrbitConfig, *, model: Model | None = None, trains: bool = True) -> Plan:
-    """Plan a config; `trains` is false for commands that only sample. Raises ConfigError or CheckpointError."""
-    model = model or read_model(config)
-    if trains:
-        check_targets(model.shape, config.adapter)
+def make_plan(
+    config: OrbitConfig, *, model: Model | None = None, like: Plan | None = None, trains: bool = True
+) -> Plan:
+    """Plan a config; `trains` is false for commands that only sample. Raises ConfigError or CheckpointError.
+
+    `like` is a plan of the same model and base, whose counts are used again where they are the same.
+    """
+    model = like.model if like is not None else model or read_model(config)
+    adapted = like.adapted if like is not None and like.config.adapter is config.adapter else None
+    if adapted is None:
+        if trains:
+            _check_targets(config, model)
+        adapted = Adapted(trained=sites(model.shape, config.adapter), served=served_sites(model.shape, config.adapter))
     on_gpu = config.hardware.device is Device.cuda
     memory = config.hardware.memory_mib * MIB if config.hardware.memory_mib else None if on_gpu else host_memory()
     layout = decide(config, model.shape, model.base_bytes, memory)
@@ -90,8 +109,7 @@ def make_plan(config: OrbitConfig, *, model: Model | None = None, trains: bool =
         "lengths": counted,
         "dtype_bytes": dtype_bytes(config),
     }
-    adapted = sites(model.shape, config.adapter)
-    trainer, engine = Trainer(**shared, sites=adapted), Engine(**shared, memory=memory)
+    trainer, engine = Trainer(**shared, sites=adapted.trained), Engine(**shared, sites=adapted.served, memory=memory)
     plan = Plan(
         config=config,
         model=model,
@@ -101,10 +119,22 @@ def make_plan(config: OrbitConfig, *, model: Model | None = None, trains: bool =
         budget=round(memory * (1 - config.memory.headroom)) if memory else None,
         phases=_phases(config, layout, trainer, engine, trains),
         cache_bytes_per_token=engine.token_bytes()[0],
-        adapter_parameters=sum(site.trained(config.adapter) for site in adapted),
+        adapted=adapted,
+        adapter_parameters=sum(site.trained(config.adapter) for site in adapted.trained),
     )
     plan.limits.extend(_limits(plan, engine))
     return plan
+
+
+def _check_targets(config: OrbitConfig, model: Model) -> None:
+    """Refuse adapter targets that training would refuse. Raises ConfigError, which names the model's own config."""
+    try:
+        check_targets(model.shape, config.adapter)
+    except ConfigError as error:
+        better = own_config(config.model)
+        if better is None:
+            raise
+        raise ConfigError(f"{error}; or set {better}, whose config has them") from None
 
 
 def dtype_bytes(config: OrbitConfig) -> int:

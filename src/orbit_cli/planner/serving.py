@@ -12,7 +12,7 @@ from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import AdapterKind
 from orbit_cli.config.schema.memory import EngineLayout
 from orbit_cli.engine.arguments import CPU_TOKENS
-from orbit_cli.planner.adapters import served_sites
+from orbit_cli.planner.adapters import Site
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
 from orbit_cli.planner.model import Model
@@ -33,6 +33,7 @@ class Engine:
     model: Model
     layout: Layout
     lengths: Lengths
+    sites: list[Site]  # what has slots
     dtype_bytes: int
     memory: int | None  # bytes of one GPU
 
@@ -63,7 +64,7 @@ class Engine:
         adapter, total = self.config.adapter, 0.0
         count_slots = self.config.engine.live_versions + 1
         ranks = self.layout.engine_gpus
-        for site in served_sites(self.shape, adapter):
+        for site in self.sites:
             if self.layout.engine is EngineLayout.tensor_parallel:
                 total += site.multiplied_on_rank(adapter, ranks)
             elif self.layout.engine is EngineLayout.expert_parallel and site.experts:

@@ -6,7 +6,8 @@ from typing import Any
 
 from orbit_cli.planner.advice import nearest_fit
 from orbit_cli.planner.built import Verdict, not_built, verdict
-from orbit_cli.planner.largest import largest_micro_batch, longest_response, sequences_at_once
+from orbit_cli.planner.changes import Change
+from orbit_cli.planner.largest import largest_micro_batch, longest_response, response_values, sequences_at_once
 from orbit_cli.planner.notes import notes
 from orbit_cli.planner.plan import Plan, dtype_bytes
 from orbit_cli.planner.today import runs_today
@@ -61,6 +62,7 @@ def to_json(plan: Plan, *, command: str = "train") -> dict[str, Any]:
             for phase in plan.phases
         },
         "longest_response_tokens": (longest_response(plan, trains=trains) or None) if known else None,
+        "longest_response_overrides": _longest(plan, trains) if known else [],
         "largest_micro_batch_tokens": (largest_micro_batch(plan) or None) if known and trains else None,
         "sequences_at_once": sequences_at_once(plan) if known else None,
         "notes": notes(plan, trains=trains),
@@ -94,10 +96,17 @@ KEYS = (
     "layout",
     "phases",
     "longest_response_tokens",
+    "longest_response_overrides",
     "largest_micro_batch_tokens",
     "sequences_at_once",
     "notes",
 )
+
+
+def _longest(plan: Plan, trains: bool) -> list[str]:
+    """What to set for the longest response; empty if none fits."""
+    tokens = longest_response(plan, trains=trains)
+    return Change(values=response_values(plan, tokens, trains=trains), why="").overrides if tokens else []
 
 
 def refused_json(reason: str, *, command: str = "train") -> dict[str, Any]:
