@@ -46,6 +46,7 @@ def test_the_default_is_the_main_job(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_explain_gives_every_formula(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(monkeypatch, capsys, "model=kimi_k26", "hardware=b200x8", "--explain", code=3)
+    assert "tokens   192 = 1 x 128 prompt + 8 x 8 response; a micro-batch takes samples up to" in text
     assert "1.015 T weights x 4.50 bit / 8 GPUs" in text
     assert "engine.max_total_tokens=131,072 x 70,272 B" in text
     assert "fits  " not in text and "longest  " not in text  # the plan itself is not said again
@@ -75,8 +76,12 @@ def test_json_for_scripts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_a_machine_of_unknown_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("model=qwen3_4b", "hardware=h200x1", "hardware.memory_mib=null", "engine.max_total_tokens=8192")
-    assert "cannot be told: hardware.memory_mib is not set" in shown(monkeypatch, capsys, *overrides)
+    text = shown(monkeypatch, capsys, *overrides)
+    assert "cannot be told: hardware.memory_mib is not set" in text and "Not in the sum" not in text
+    text = shown(monkeypatch, capsys, *overrides[:-1]).replace("\n           ", " ")  # SGLang's pool, as large as the GPU
+    assert "Not in the sum: SGLang fills engine.mem_fraction_static=0.7 of a GPU" in text
     found = json.loads(shown(monkeypatch, capsys, *overrides, "--json"))
+    assert found["longest_response_overrides"] == []
     assert found["fits"] is None and found["longest_response_tokens"] is None and found["verdict"] == "cannot be told"
 
 
