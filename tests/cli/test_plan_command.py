@@ -78,7 +78,7 @@ def test_a_machine_of_unknown_memory(monkeypatch: pytest.MonkeyPatch, capsys: py
     overrides = ("model=qwen3_4b", "hardware=h200x1", "hardware.memory_mib=null", "engine.max_total_tokens=8192")
     text = shown(monkeypatch, capsys, *overrides)
     assert "cannot be told: hardware.memory_mib is not set" in text and "Not in the sum" not in text
-    text = shown(monkeypatch, capsys, *overrides[:-1]).replace("\n           ", " ")  # SGLang's pool, as large as the GPU
+    text = shown(monkeypatch, capsys, *overrides[:-1]).replace("\n           ", " ")
     assert "Not in the sum: SGLang fills engine.mem_fraction_static=0.7 of a GPU" in text
     found = json.loads(shown(monkeypatch, capsys, *overrides, "--json"))
     assert found["longest_response_overrides"] == []
