@@ -151,6 +151,9 @@ class _Search:
         for option in options:
             if "trainer.micro_batch_tokens" not in option.values and self._joins(chosen, option):
                 chosen.append(option)
+        plan = self.planned(chosen)
+        if self.runnable and plan is not None and not_built(plan, trains=self.trains):
+            return None  # whatever the length
         tokens = self._longest(chosen, max(FEWEST, wanted // part), wanted - 1)
         if not tokens:
             return None
