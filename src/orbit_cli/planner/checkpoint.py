@@ -46,7 +46,8 @@ def own_config(model: ModelConfig) -> str | None:
         values = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
         values = values.get("model", values)
         leaves = dict(_leaves(values.get("architecture") or {}, ""))
-        if values.get("repository") and leaves and all(_equal(_at(found, key), leaves.get(key)) for key in _telling(leaves)):
+        same = [_equal(_at(found, key), leaves[key]) for key in _telling(leaves)]
+        if values.get("repository") and same and all(same):
             return f"model={name} model.path={model.path}"
     return None
 
