@@ -57,6 +57,12 @@ def test_device_files_are_counted_whatever_their_numbers(machine: Machine) -> No
     assert machine.sees("3") == []
 
 
+def test_numbers_that_only_look_so_and_blank_lines(machine: Machine) -> None:
+    assert machine.devices("nvidia0").nvidia_smi("GPU-aaaa-1, \u00b2, 0, Disabled", "").sees() == [
+        Gpu(uuid="GPU-aaaa-1", total_mib=None, used_mib=0)
+    ]
+
+
 def test_nvidia_smi_knows_memory(machine: Machine) -> None:
     first, second, third = machine.devices("nvidia0").nvidia_smi(*ROWS).sees()
     assert first == Gpu(uuid="GPU-aaaa-1", total_mib=143_771, used_mib=4)

@@ -60,7 +60,8 @@ def _listed(environment: Mapping[str, str]) -> list[Gpu]:
             process.kill()  # not waited for: a process inside a driver that hangs does not end
             process.stdout.close()
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.decode(errors="replace").splitlines()]
+    lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
     if process.returncode or any(len(row) != 4 for row in rows):
         return []
     return [
@@ -72,7 +73,7 @@ def _listed(environment: Mapping[str, str]) -> list[Gpu]:
 
 
 def _number(cell: str) -> int | None:
-    return int(cell) if cell.isdigit() else None  # "[N/A]"
+    return int(cell) if cell.isdecimal() else None  # "[N/A]"
 
 
 def _device_files(root: Path) -> list[Gpu]:
