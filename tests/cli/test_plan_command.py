@@ -191,6 +191,8 @@ def test_the_study_with_its_plot(
         (("--explain", "--compare"), "leave out --compare"),
         (("--explain", "-m", "hardware=cpu,h200x1"), "leave out -m"),
         (("model=kimi_k62",), "did you mean kimi_k26"),
+        (("model=qwen3_4b", "evaluation.max_new_tokens=50000"), "the model has positions for 40,960"),
+        (("evaluation.max_new_tokens=500", "engine.max_total_tokens=600"), "engine.max_total_tokens has room for 600"),
         (("-m", "hardware=h200x8,b300"), "b300"),
         (("model=checkpoint",), "model.path"),
     ],

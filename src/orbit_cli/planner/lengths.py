@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,21 @@ class Lengths:
     def micro_tokens(self) -> int:
         """Tokens that the largest micro-batch computes, shared prompts counted once."""
         return self.micro_prompts * self.micro_prompt + self.scored
+
+
+def check_evaluation(config: OrbitConfig, positions: int | None) -> None:
+    """Responses of an evaluation have a length of their own. Raises ConfigError if no sequence can be that long."""
+    wanted, prompt = config.evaluation.max_new_tokens, config.rollout.max_prompt_tokens
+    if wanted is None or not config.evaluation.prompts:
+        return
+    longest = prompt + wanted * config.environment.max_turns
+    pool = config.engine.max_total_tokens
+    for most, what in ((positions, "the model has positions"), (pool, "engine.max_total_tokens has room")):
+        if most is not None and longest > most:
+            raise ConfigError(
+                f"evaluation.max_new_tokens={wanted:,} with prompts of up to {prompt:,} makes sequences of {longest:,} "
+                f"tokens, and {what} for {most:,}; set evaluation.max_new_tokens=null (as in training) or less"
+            )
 
 
 def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:

@@ -16,7 +16,7 @@ from orbit_cli.errors import ConfigError
 from orbit_cli.planner.adapters import Site, check_targets, served_sites, sites
 from orbit_cli.planner.checkpoint import own_config
 from orbit_cli.planner.layout import Layout, decide
-from orbit_cli.planner.lengths import Lengths, lengths
+from orbit_cli.planner.lengths import Lengths, check_evaluation, lengths
 from orbit_cli.planner.machine import host_memory
 from orbit_cli.planner.model import Model, read_model
 from orbit_cli.planner.part import BASE, GIB, Part, Side, size
@@ -101,6 +101,7 @@ def make_plan(
     memory = config.hardware.memory_mib * MIB if config.hardware.memory_mib else None if on_gpu else host_memory()
     layout = decide(config, model.shape, model.base_bytes, memory)
     spread = trains and layout.trainer is not TrainerLayout.replicated  # whole copies may each take a whole micro-batch
+    check_evaluation(config, model.shape.longest or None)
     counted = lengths(config, layout.trainer_gpus if spread else 1)
     shared = {
         "config": config,
