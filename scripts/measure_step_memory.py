@@ -3,9 +3,8 @@
 
     python scripts/measure_step_memory.py model=tiny_moe [any override of orbit train] [--out memory.json]
 
-Responses have rollout.max_new_tokens tokens, prompts the length with which the most tokens share a micro-batch (what a
-plan counts), and every group differs in its rewards. No engine is started. Prints what `orbit train` writes into
-memory.json.
+Prompts and responses have the lengths with which the most tokens share a micro-batch, as a plan counts, and every group
+differs in its rewards. No engine is started. Prints what `orbit train` writes into memory.json.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ STEPS = 2  # the optimizer's moments exist from the first step's end
 def random_batch(config: OrbitConfig, vocabulary: int) -> list[Trajectory]:
     """One step's samples, of the lengths that fill a micro-batch most."""
     rollout, planned = config.rollout, lengths(config)
-    response = rollout.max_new_tokens
-    prompt = planned.row - min(rollout.group_size, planned.micro_samples) * response
+    prompt, response = planned.micro_prompt, planned.micro_response
     batch = []
     for group in range(rollout.prompts_per_step):
         question = torch.randint(vocabulary, (prompt,)).tolist()

@@ -58,8 +58,8 @@ def test_what_changes_nothing_comes_first_then_lengths_then_learning() -> None:
     assert nearest_fit(planned("model=kimi_k26", "hardware=b200x8", *LONG)).overrides == ["memory.shared_base=true"]
     for wanted in (25_765, 30_000):  # the longest, not a power of two, and no smaller adapter
         overrides = nearest_fit(planned(*KIMI, f"rollout.max_new_tokens={wanted}")).overrides
-        assert overrides == ["rollout.max_new_tokens=23844"]
-    assert not planned(*KIMI, "rollout.max_new_tokens=23845").fits
+        assert overrides == ["rollout.max_new_tokens=23844", "trainer.micro_batch_tokens=25892"]
+    assert not planned(*KIMI, "rollout.max_new_tokens=23845", "trainer.micro_batch_tokens=25893").fits
 
 
 def test_short_responses_are_not_cut() -> None:

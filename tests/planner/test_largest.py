@@ -52,11 +52,21 @@ def test_no_longer_response_fits(base: tuple[str, ...]) -> None:
         assert not fits(plan, max_new_tokens=tokens, micro_batch_tokens=1), tokens
 
 
-def test_memory_falls_and_rises_with_the_length_and_the_answer_is_the_last_that_fits() -> None:
+def test_memory_never_falls_with_the_length_since_shorter_responses_may_share_a_micro_batch() -> None:
+    """A run with a limit of 20,480 tokens may sample 8 responses of 2,048, which compute more than one long one."""
+    lengths = (1, 100, 391, 392, 2048, 8192, 16_384, 20_480, 23_844, 30_000)
+    for base in (KIMI, ("model=qwen3_4b", "hardware=rtx4090x1")):
+        needed = [planned(*base, LONG, f"rollout.max_new_tokens={n}").phases[0].nbytes for n in lengths]
+        assert needed == sorted(needed)
+
+
+def test_the_longest_response_is_the_last_that_fits() -> None:
     plan = planned(*KIMI, LONG)
-    found = [fits(plan, max_new_tokens=tokens) for tokens in (391, 2048, 16_384, 23_844, 23_845)]
-    assert found == [True, False, True, True, False]
-    assert "responses of 23,844 tokens fit (rollout.max_new_tokens=23844)" in longest_words(plan)
+    assert not plan.fits
+    said = "responses of 23,844 tokens fit (rollout.max_new_tokens=23844 with trainer.micro_batch_tokens=25892)"
+    assert said in longest_words(plan)
+    assert fits(plan, max_new_tokens=23_844, micro_batch_tokens=25_892)
+    assert not fits(plan, max_new_tokens=23_845, micro_batch_tokens=1)
 
 
 def test_a_smaller_micro_batch_is_said() -> None:

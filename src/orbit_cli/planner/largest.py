@@ -1,8 +1,7 @@
 """How far a config could go: the longest responses, the largest micro-batches, the most sequences in the cache.
 
-Memory does not grow steadily with the length of responses: shorter ones share micro-batches, and many short samples may
-need more than one long. The longest response is therefore looked for with micro-batches of one sequence, which need
-more with every token, and the micro-batch that must be set with it is part of the answer.
+A plan counts the micro-batch with the most tokens among all lengths up to the limits, so memory never falls with the
+length. Micro-batches of one sequence take the least; where the longest response needs them, they are part of the answer.
 """
 
 from __future__ import annotations

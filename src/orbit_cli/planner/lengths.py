@@ -1,7 +1,8 @@
 """How many tokens there are: in a micro-batch of the trainer, in a row of it, and in the engine at once. No torch.
 
 A micro-batch is filled by padded tokens (trainer.micro_batch_tokens), but samples of one prompt share its computation,
-so fewer are computed. Prompts may be shorter than the limit, which lets more samples in: the largest outcome counts.
+so fewer are computed. Prompts and responses may be shorter than their limits, which lets more samples in: the outcome
+with the most tokens counts, so that a plan holds for every length up to the limits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Lengths:
     micro_samples: int  # sequences in the largest micro-batch
     micro_prompts: int  # prompts that they share
     micro_prompt: int  # tokens of one of these
+    micro_response: int  # tokens of one sample's response
     row: int  # longest row of it: tokens that attend to each other
     scored: int  # response tokens in it
     running: int  # sequences that the engine decodes at once
@@ -55,12 +57,16 @@ def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
     prompt, response, group = r.max_prompt_tokens, response_tokens(config), r.group_size
     samples = r.prompts_per_step * group
     mine = max(1, math.ceil(math.ceil(r.prompts_per_step / t.minibatches) * group / ranks))
-    most = max(1, min(mine, t.micro_batch_tokens // (1 + response)))
-    outcomes = []
-    for fitting in range(1, most + 1, max(1, most // 256)):  # the longest prompts with which so many samples fit
-        length = min(prompt, max(1, t.micro_batch_tokens // fitting - response)) if fitting > 1 else prompt
-        outcomes.append((math.ceil(fitting / group) * length + fitting * response, fitting, length))
-    _, fitting, length = max(outcomes)
+    most = max(1, min(mine, t.micro_batch_tokens // 2))
+    outcomes = [(prompt + response, 1, prompt, response)]  # one goes in, however long
+    for fitting in {*range(2, most, max(1, most // 256)), most} - {
+        1
+    }:  # the longest responses, then prompts, for so many
+        whole = t.micro_batch_tokens // fitting
+        answer = min(response, whole - 1)
+        length = min(prompt, whole - answer)
+        outcomes.append((math.ceil(fitting / group) * length + fitting * answer, fitting, length, answer))
+    _, fitting, length, answer = max(outcomes)
     running = min(config.engine.max_running_requests, samples)
     return Lengths(
         longest=prompt + response,
@@ -69,8 +75,9 @@ def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
         micro_samples=fitting,
         micro_prompts=math.ceil(fitting / group),
         micro_prompt=length,
-        row=length + min(group, fitting) * response,
-        scored=fitting * response,
+        micro_response=answer,
+        row=length + min(group, fitting) * answer,
+        scored=fitting * answer,
         running=running,
         in_flight=running * (prompt + response),
     )
@@ -99,7 +106,9 @@ def micro_batch(config: OrbitConfig, counted: Lengths) -> str:
         prompts = f"{counted.micro_prompts:,} prompts" if counted.micro_prompts > 1 else "one prompt"
         group = "" if config.rollout.group_size == 1 else "that share "
         of = f"{samples:,} samples {group or 'of '}{prompts} of {counted.micro_prompt:,} tokens"
-    if samples == counted.share and counted.micro_prompt == config.rollout.max_prompt_tokens:
+    if counted.micro_response < response_tokens(config):
+        of += f" with responses of {counted.micro_response:,}"
+    elif samples == counted.share and counted.micro_prompt == config.rollout.max_prompt_tokens:
         return f"{of}, all of a step that one trainer process gets"
     if counted.longest > budget and samples == 1:
         return f"{of}, alone since it is longer than trainer.micro_batch_tokens={budget:,}"
@@ -109,16 +118,17 @@ def micro_batch(config: OrbitConfig, counted: Lengths) -> str:
 def adds_up(config: OrbitConfig, counted: Lengths) -> str:
     """How the tokens of the largest micro-batch are counted."""
     n, response = counted, response_tokens(config)
-    formula = f"{n.micro_prompts:,} x {n.micro_prompt:,} prompt + {n.micro_samples:,} x {response:,} response"
+    formula = f"{n.micro_prompts:,} x {n.micro_prompt:,} prompt + {n.micro_samples:,} x {n.micro_response:,} response"
     if n.micro_samples == 1:
         return f"{formula}: one sequence"
     rules = [f"a micro-batch takes samples up to trainer.micro_batch_tokens={config.trainer.micro_batch_tokens:,}"]
     rules[0] += " tokens, each counted as long as the longest of them"
     if config.rollout.group_size > 1:
         rules.append(f"the up to {config.rollout.group_size} samples of a prompt compute it once")
-    if n.micro_prompt < config.rollout.max_prompt_tokens:
-        rules.append(
-            f"prompts may be shorter than {config.rollout.max_prompt_tokens:,}, and more samples fit then: the length "
-            "with most tokens is counted"
-        )
+    limits = [("prompts", n.micro_prompt, config.rollout.max_prompt_tokens), ("responses", n.micro_response, response)]
+    for what, counted_as, limit in limits:
+        if counted_as < limit:
+            rules.append(
+                f"{what} may be shorter than {limit:,}, and more samples fit then: what has most tokens is counted"
+            )
     return f"{formula}; {'; '.join(rules)}"

@@ -27,6 +27,7 @@ SHIPPED = {  # what the GGUF file of source=smollm2 holds; tests/quantization co
     "intermediate_size": 1536,
     "vocab_size": 49152,
     "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
 }
 
 
