@@ -1,7 +1,7 @@
 """How far a config could go: the longest responses, the largest micro-batches, the most sequences in the cache.
 
 A plan counts the micro-batch with the most tokens among all lengths up to the limits, so memory never falls with the
-length. Micro-batches of one sequence take the least; where the longest response needs them, they are part of the answer.
+length. Micro-batches of one sequence take the least; where the longest response needs them, the answer says so.
 """
 
 from __future__ import annotations
