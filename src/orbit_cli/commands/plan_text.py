@@ -265,8 +265,14 @@ def _remedies(plan: Plan, command: str) -> list[tuple[str, str]]:
     if missing:
         rows.append(("not built", f"Orbit cannot {VERBS[command]} that yet: it needs {listed(missing)}"))
         today = runs_today(plan, trains=trains)
-        rows += _advice("today", today) if today else [("today", "nothing that Orbit can run yet makes it fit")]
+        rows += _advice("today", today) if today else [("today", _nothing_today(missing))]
     return rows
+
+
+def _nothing_today(missing: list[str]) -> str:
+    """No more than is known: without a trainer or an engine nothing can run, else only so much was tried."""
+    families = [thing for thing in missing if thing.endswith(" models")]
+    return f"nothing, before there is {listed(families)}" if families else "none of the changes that were tried"
 
 
 def _advice(label: str, nearest: Nearest) -> list[tuple[str, str]]:
