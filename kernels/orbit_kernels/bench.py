@@ -43,6 +43,7 @@ from orbit_kernels import bench_plan, bench_sglang
 from orbit_kernels.bench_paths import Batch, Problem
 from orbit_kernels.bench_plan import DECODING, DECODING_TOKENS, PEER_TOKENS, RECORD, SHAPES, TOKENS, TRAINING, Case
 from orbit_kernels.bench_tables import tables
+from orbit_kernels.chunked import elapsed_ms
 from orbit_kernels.expert_layer import fastest_path
 
 ADAPTERS = ("none", "oft32", "lora16")
@@ -67,7 +68,7 @@ def time_ms(calls: list[Callable[[], object]], rounds: int = 2, graph: bool = Fa
         call()
     if graph:
         one = functools.partial(do_bench_cudagraph, rep=20, return_mode="median")
-    elif max(map(_once_ms, calls)) > LONG:
+    elif max(map(elapsed_ms, calls)) > LONG:
         one = _repeated_ms
     else:
         one = functools.partial(do_bench, warmup=5, rep=25, return_mode="median")
@@ -77,16 +78,7 @@ def time_ms(calls: list[Callable[[], object]], rounds: int = 2, graph: bool = Fa
 
 def _repeated_ms(call: Callable[[], object]) -> float:
     call()
-    return statistics.median(_once_ms(call) for _ in range(3))
-
-
-def _once_ms(call: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    return statistics.median(elapsed_ms(call) for _ in range(3))
 
 
 def transient(call: Callable[[], object], named: int) -> int:

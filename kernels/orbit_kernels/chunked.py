@@ -89,6 +89,16 @@ class _Product:
             self.out[own] = self.rows[own] @ (matrix if self.gradient else matrix.T)
 
 
+def elapsed_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of one call on the current GPU, waited for."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
 def fastest(paths: dict[str, Callable[[], object]], key: str, cache: Path, measure: Callable) -> str:
     """The name of the fastest path for `key`, measured on this device once and remembered in the file `cache`.
 

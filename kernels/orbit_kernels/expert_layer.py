@@ -3,7 +3,7 @@
 Saved for backward: x, the routing (integers), what every LoRA made of its rows [R, r] and, unless `recompute`, h = x
 W13^T [R, 2 I]. Nothing of the base, no rotated or permuted copy of x, no activation a, no expert output. Backward forms
 a from h again; with `recompute` h from x too, one more product. Gradients exist for x, the adapters and, if asked for,
-the routing weights. Both passes are `torch.library` operators with fake implementations: torch.compile and activation
+the routing weights. Both passes are custom operators of PyTorch with fake implementations: torch.compile and activation
 checkpointing see two calls. What the passes do is in expert_passes.py.
 
 Shape letters: T tokens, k slots, R = T k rows, E experts, H hidden, I intermediate, b block size, r rank.
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from orbit_kernels import lora
-from orbit_kernels.chunked import BUDGET, fastest
+from orbit_kernels.chunked import BUDGET, elapsed_ms, fastest
 from orbit_kernels.expert_passes import Passes
 from orbit_kernels.experts import ExpertAdapters, StackedAdapter
 from orbit_kernels.grouped import PackedExperts
@@ -74,12 +74,7 @@ def fastest_path(
 def _milliseconds(call: Callable[[], object]) -> float:
     """The second of two runs; the first compiles."""
     call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    return elapsed_ms(call)
 
 
 @torch.no_grad()
@@ -128,7 +123,7 @@ def _passes(base, fmt, flat, scalings, routing, limit, chunk_budget) -> Passes:
     )
 
 
-@torch.library.custom_op("orbit_kernels::expert_layer", mutates_args=())
+@library.custom_op("orbit_kernels::expert_layer", mutates_args=())
 def _forward_operator(
     x: Tensor, expert_ids: Tensor, weights: Tensor,
     w13: Tensor, w13_scale: Tensor | None, w13_global: Tensor | None,
@@ -163,7 +158,7 @@ def _(
     return torch.empty_like(x), h, low, low_down, *integers
 
 
-@torch.library.custom_op("orbit_kernels::expert_layer_gradient", mutates_args=())
+@library.custom_op("orbit_kernels::expert_layer_gradient", mutates_args=())
 def _gradient_operator(
     dy: Tensor, x: Tensor, h: Tensor, low: Tensor, low_down: Tensor, order: Tensor, position: Tensor, offsets: Tensor,
     weights: Tensor,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, DTYPE, INTERPRETED, relative_error, tolerance, values
 from random_weights import random_case
+from torch import library
 
 from orbit_kernels.expert_layer import expert_layer
 from orbit_kernels.experts import ExpertAdapters, StackedAdapter, frozen_experts
@@ -217,7 +218,7 @@ def test_the_operator_has_a_fake_twin():
         *[t.detach().requires_grad_() for t in stacks], [1.5] * 3, None, False, 0, False,
     )  # fmt: skip
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.orbit_kernels.expert_layer.default, arguments, test_utils=tests)
+    library.opcheck(torch.ops.orbit_kernels.expert_layer.default, arguments, test_utils=tests)
 
 
 def test_no_tokens():
