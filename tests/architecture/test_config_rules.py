@@ -18,6 +18,7 @@ from orbit_cli.config.serialize import to_yaml
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT = Path(__file__).with_name("default_config.yaml")
 RECIPES = [
+    "kimi_shaped_h200.yaml",
     "main_job.yaml",
     "smoke_dense_oft.yaml",
     "smoke_mla_moe.yaml",

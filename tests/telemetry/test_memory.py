@@ -50,6 +50,27 @@ def test_children_count(tmp_path: Path) -> None:
         child.communicate(b"\n", timeout=20)
 
 
+def test_the_engines_share_of_a_gpu_is_beside_its_plan(tmp_path: Path) -> None:
+    recorder = MemoryRecorder(tmp_path / "memory.json")
+    columns = {"cuda0_engine_gib": 4.0, "cuda0_engine_reserved_gib": 4.0}
+    recorder.planned({"phases": {"rollout": columns}, "parts": {}, "about": ""})
+    held = {"allocated": 5 * GIB, "reserved": 8 * GIB}
+    recorder.engine(lambda: held)
+    with recorder.phase("rollout"):
+        held["allocated"] = 2 * GIB
+    record = json.loads((tmp_path / "memory.json").read_text())["planned"]["rollout"]
+    assert record["cuda0_engine_gib"] == {"planned_gib": 4.0, "measured_gib": 2.0, "off_percent": 100.0}
+    assert record["cuda0_engine_reserved_gib"]["off_percent"] == -50.0
+
+
+def test_a_phase_that_fails_does_not_ask_a_dead_engine(tmp_path: Path) -> None:
+    recorder = MemoryRecorder(tmp_path / "memory.json")
+    recorder.engine(lambda: pytest.fail("asked"))
+    with pytest.raises(KeyError), recorder.phase("rollout"):
+        raise KeyError("the engine ended")
+    assert (tmp_path / "memory.json").exists()
+
+
 def test_a_resumed_run_keeps_the_peaks(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     first = MemoryRecorder(path)

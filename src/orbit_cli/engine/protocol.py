@@ -47,5 +47,8 @@ class RolloutEngine(Protocol):
     def base_checksum(self) -> str:
         """sha256 over the base weights that the engine holds now, recomputed; other engines hash otherwise."""
 
+    def gpu_memory(self) -> dict[str, int]:
+        """Bytes on its first GPU, peaks since its start: `allocated` by tensors, `reserved`; empty on a CPU."""
+
     def info(self) -> dict[str, Any]:
         """What the engine is: versions of software, adapters held with checksums, requests running."""

@@ -234,6 +234,12 @@ class SGLangEngine:
         report = self._process.call("measure", base=False, adapters=True).result()
         return {version_number(name): held["checksum"] for name, held in report["adapters"].items()}
 
+    def gpu_memory(self) -> dict[str, int]:
+        """Bytes on rank 0's GPU, peaks since the start: `allocated` by tensors, `reserved`; empty on a CPU."""
+        if self.hardware.device is Device.cpu:
+            return {}
+        return self._process.call("info").result()["gpu_memory"]
+
     def info(self) -> dict[str, Any]:
         """SGLang's and the plugin's versions, hooks, adapters held, live versions with their running requests."""
         report = self._process.call("info").result()

@@ -1,10 +1,11 @@
 """Planned peaks in the form in which a run measures them, so that its memory record can hold both side by side.
 
 A run measures resident memory of its process (the trainer) and of its children (the engine), and exactly what base,
-adapter and gradients take in the trainer. On a GPU three figures of each phase have a plan:
+adapter and gradients take in the trainer. On a GPU five figures of each phase have a plan:
 
     cuda0_gib           what tensors of our own process took at the peak (torch's allocated)
     cuda0_reserved_gib  that and what its allocator kept (torch's reserved)
+    cuda0_engine_gib, cuda0_engine_reserved_gib   the same of the engine's first process, since its start
     cuda0_used_gib      all of the GPU that is not free: both processes, contexts, and whoever else is there
 
 `about` says so in the record.
@@ -23,9 +24,9 @@ from orbit_cli.planner.plan import CACHED, CONTEXT, Phase, Plan, dtype_bytes, ma
 
 ON_GPU = (
     "cudaN_gib: tensors of this process at the peak; cudaN_reserved_gib: with what its allocator keeps; "
-    "cudaN_used_gib: all of the GPU that is not free at the end of the phase. The engine is in another process: its "
-    "parts cannot be told apart, the third less the second is the engine with both contexts. Lengths are planned at "
-    "their limits."
+    "cuda0_engine_gib and cuda0_engine_reserved_gib: the same of the engine's first process, since its start; "
+    "cudaN_used_gib: all of the GPU that is not free at the end of the phase, both contexts among it. Lengths are "
+    "planned at their limits."
 )
 ON_CPU = (
     "process_gib: resident memory of this process at the peak; children_gib: the engine's processes at the end of the "
@@ -59,11 +60,13 @@ def _columns(plan: Plan, phase: Phase) -> dict[str, float]:
     reserved = sum(own.values())
     allocated = reserved - sum(nbytes for name, nbytes in own.items() if name.startswith(CACHED))
     columns = {"": allocated, "_reserved": reserved, "_used": phase.nbytes}
-    return {
+    found = {
         f"cuda{index}{what}_gib": nbytes / GIB
         for index in range(plan.layout.trainer_gpus)
         for what, nbytes in columns.items()
     }
+    engine = sum(part.nbytes for part in phase.parts if part.side is Side.engine and part.name != CONTEXT)
+    return found | ({"cuda0_engine_gib": engine / GIB, "cuda0_engine_reserved_gib": engine / GIB} if engine else {})
 
 
 def _building(plan: Plan) -> int:

@@ -27,6 +27,7 @@ from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.rollout.chat import Chat
 from orbit_cli.rollout.generator import Generator
 from orbit_cli.runs.adapters import ServedAdapter
+from orbit_cli.trainer.heap import grow_blocks
 from orbit_cli.types import AdapterSpec
 
 
@@ -126,6 +127,7 @@ def serving(
 
 def trainer_model(config: OrbitConfig, base: Path, spec: AdapterSpec) -> TrainerModel:
     """The trainer's model on the same base, with its adapter (from `adapter.init_from` if that is set)."""
+    grow_blocks(torch.device(str(config.hardware.device)))
     model = build_model(
         base,
         spec,

@@ -37,6 +37,7 @@ def collect(config: OrbitConfig) -> dict[str, Any]:
     recorder = Recorder(folder, config)
     recorder.planned(planned_peaks(config, trains=False))
     with folder.running(), recorder, serving(config, folder.engine_log, recorder.notify, adapter=adapter) as served:
+        recorder.engine(served.engine.gpu_memory)
         version = adapter.publish(served.engine) if adapter else None
         if config.rollout.collect_split is Split.eval:
             prompts = served.environment.eval_prompts(config.rollout.collect_prompts)

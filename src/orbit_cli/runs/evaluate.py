@@ -28,6 +28,7 @@ def evaluate(config: OrbitConfig) -> dict[str, dict[str, dict[str, float]]]:
     recorder.planned(planned_peaks(config, trains=False))
     table: dict[str, dict[str, dict[str, float]]] = {}
     with folder.running(), recorder, serving(config, folder.engine_log, recorder.notify, adapter=adapter) as served:
+        recorder.engine(served.engine.gpu_memory)
         policies: list[tuple[str, int | None]] = [("base", None)] if config.evaluation.base else []
         if adapter is not None:
             policies.append((adapter.name, adapter.publish(served.engine)))

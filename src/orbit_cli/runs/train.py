@@ -45,6 +45,7 @@ def train(config: OrbitConfig) -> dict[str, Any]:
             session = _session(config, folder, recorder, stop, served, model)
             frozen = model.checksum()
             recorder.held(model.memory())
+            recorder.engine(served.engine.gpu_memory)
             recorder.receipts(_adapted_rows(model), _facts(config, served, model, frozen))
             stop.begin()
             train_loop(session)

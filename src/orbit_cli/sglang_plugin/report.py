@@ -41,8 +41,16 @@ def answer(result, scheduler, _request):
             for version in manager.held.values()
         },
         "base_checksum": getattr(scheduler, "orbit_base_checksum", None),
+        "gpu_memory": _gpu_memory(),
     }
     return result
+
+
+def _gpu_memory() -> dict[str, int] | None:
+    """Bytes that this rank's tensors took at the peak since the start, and that its allocator keeps; None on a CPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
 def measure(scheduler, base: bool = False, adapters: bool = False) -> None:

@@ -8,7 +8,7 @@ not allowed the peak since start is recorded, and said so. Never imports torch: 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from orbit_cli.telemetry.files import read_json, write_json
 
 GIB = 1 << 30
 NOTICEABLE_GIB = 1 / 1024
+ENGINE_COLUMNS = {"allocated": "cuda0_engine_gib", "reserved": "cuda0_engine_reserved_gib"}
 
 
 class MemoryRecorder:
@@ -32,6 +33,7 @@ class MemoryRecorder:
         self._phases: dict[str, dict[str, float]] = earlier.get("phases", {})
         self._planned: dict[str, Any] = {"phases": {}, "parts": {}}
         self._held: dict[str, int] = {}
+        self._engine: Callable[[], dict[str, int]] | None = None
         self._resettable = True
 
     def planned(self, peaks: dict[str, Any] | None) -> None:
@@ -43,14 +45,24 @@ class MemoryRecorder:
         """Bytes that the trainer's base, adapter and gradients take, counted exactly."""
         self._held = parts
 
+    def engine(self, gpu_memory: Callable[[], dict[str, int]]) -> None:
+        """How to ask the engine for its share of the GPU (`RolloutEngine.gpu_memory`)."""
+        self._engine = gpu_memory
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure one phase; peaks of repeated phases are joined by their maximum."""
+        """Measure one phase; peaks of repeated phases are joined by their maximum.
+
+        An engine is asked at the end of a phase that went well: after another it may be gone.
+        """
         self._reset()
+        seen: dict[str, float] = {}
         try:
             yield
+            if self._engine is not None:
+                seen = {ENGINE_COLUMNS[name]: nbytes / GIB for name, nbytes in self._engine().items()}
         finally:
-            self._join(name, peaks())
+            self._join(name, peaks() | seen)
 
     def _reset(self) -> None:
         try:
@@ -114,7 +126,13 @@ def column_words(column: str) -> str:
     """
     name = column.removesuffix("_gib")
     device, _, kind = name.removeprefix("cuda").partition("_")
-    gpu = {"": "trainer's tensors", "reserved": "kept by the trainer's allocator", "used": "all that is in use"}
+    gpu = {
+        "": "trainer's tensors",
+        "reserved": "kept by the trainer's allocator",
+        "engine": "engine's tensors",
+        "engine_reserved": "kept by the engine's allocator",
+        "used": "all that is in use",
+    }
     return (
         f"GPU {device}, {gpu[kind]}" if name.startswith("cuda") else {"process": "trainer", "children": "engine"}[name]
     )

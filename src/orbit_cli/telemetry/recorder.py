@@ -7,7 +7,7 @@ callers, and nothing that a mirror does reaches them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -91,6 +91,10 @@ class Recorder:
     def held(self, parts: dict[str, int]) -> None:
         """Bytes of the trainer's base, adapter and gradients, counted exactly."""
         self._memory.held(parts)
+
+    def engine(self, gpu_memory: Callable[[], dict[str, int]]) -> None:
+        """The engine runs; its GPU memory, peaks in bytes, goes beside ours from now on."""
+        self._memory.engine(gpu_memory)
 
     def notify(self, text: str) -> None:
         """A line for the person who watches."""
