@@ -231,11 +231,14 @@ def test_planned_peaks_have_the_columns_of_the_memory_record() -> None:
     }
     gpu = planned_peaks(composed("model=kimi_k26", "hardware=b200x8"))
     kinds = ("", "_reserved", "_used")
-    assert set(gpu["phases"]["train"]) == {f"cuda{index}{kind}_gib" for index in range(8) for kind in kinds}
-    assert "its parts cannot be told apart" in gpu["about"]
+    engine = {"cuda0_engine_gib", "cuda0_engine_reserved_gib"}
+    assert set(gpu["phases"]["train"]) == {f"cuda{index}{kind}_gib" for index in range(8) for kind in kinds} | engine
+    assert "cuda0_engine_gib" in gpu["about"]
     allocated, reserved, used = (gpu["phases"]["rollout"][f"cuda0{kind}_gib"] for kind in kinds)
     assert reserved == pytest.approx(gpu["phases"]["train"]["cuda0_gib"])  # the training peak is kept while sampling
     assert allocated < reserved < used
+    contexts = 2 * composed("model=kimi_k26").memory.context_gib
+    assert used == pytest.approx(reserved + gpu["phases"]["rollout"]["cuda0_engine_reserved_gib"] + contexts)
     built = 1 << 28  # four copies of the rotations' chunk of 2^24 numbers
     assert gpu["phases"]["sync"]["cuda0_gib"] - allocated == pytest.approx(built / (1 << 30))
     sampled = planned_peaks(composed("recipe=smoke_moe_lora"), trains=False)
