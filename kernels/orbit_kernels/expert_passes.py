@@ -18,6 +18,7 @@ from orbit_kernels import lora, rotation
 from orbit_kernels.chunked import chunked_product
 from orbit_kernels.experts import StackedAdapter
 from orbit_kernels.grouped import LowRank, PackedExperts, grouped_forward, grouped_input_gradient
+from orbit_kernels.lora_sweep import project_gathered, sweep, sweeps
 from orbit_kernels.permute import combine_rows, gather_rows
 from orbit_kernels.routing import Routing, Tiles
 from orbit_kernels.swiglu import dot_chunks, swiglu, swiglu_gradient
@@ -45,10 +46,9 @@ class Passes:
             rows = rotation.rotate_rows(x, self._turns(), self.routing, self.tiles, gather=True, in_order=ordered)
         if self._low_ranks:
             kept = x.new_empty(self.routing.rows, x.shape[1]) if rows is None else None
-            low = lora.project(
-                x, self._pair("lora_a"), self._scalings, self.routing, self.tiles,
-                gather=True, out=kept, in_order=ordered,
-            )  # fmt: skip
+            low = project_gathered(
+                x, self._pair("lora_a"), self._scalings, self.routing, self.tiles, out=kept, in_order=ordered
+            )
             rows = kept if rows is None else rows
         elif rows is None:
             rows = gather_rows(x, self.routing, ordered)
@@ -79,11 +79,7 @@ class Passes:
         da, dlow, down = self._into_down(dy, low_down, row_weights)
         dh, dots = self._through_activation(h, da, dlow, row_weights, down, routing_gradient)
         del da
-        dlow = None
-        if self._low_ranks:
-            dlow = lora.project(
-                dh, self._pair("lora_b"), self._scalings, self.routing, self.tiles, wide_parts=True, transposed=True
-            )
+        dlow, slopes = self._above(dh, low) if self._low_ranks else (None, None)
         matrices = None if dlow is None else self._pair("lora_a")
         dx = self._product_gradient(dh, self.w13, None if self._split else matrices, dlow, self._split)
         gate_up: list[Tensor | None] = [None] * 6
@@ -96,7 +92,7 @@ class Passes:
                     lora.expand(own, matrix, self.routing, dx, self.tiles)
         if dlow is not None:
             gate_up[1::3] = lora.outer(x, dlow, self.routing, *self._shapes("lora_a"), gather=True, transpose=True)
-            gate_up[2::3] = lora.outer(dh, low, self.routing, *self._shapes("lora_b"), wide_parts=True)
+            gate_up[2::3] = slopes
         for half, stack in enumerate((self.gate, self.up)):
             if stack.lora_a is None:
                 gate_up[3 * half + 1 : 3 * half + 3] = [None, None]
@@ -112,13 +108,28 @@ class Passes:
             return self._product_gradient(gather_rows(dy, self.routing), self.w2), None, [None, None, None]
         a, b = self._down_pair()
         rows = dy.new_empty(self.routing.rows, dy.shape[1])
-        dlow = lora.project(dy, [b], [down.scaling], self.routing, self.tiles, gather=True, transposed=True, out=rows)
-        (slope,) = lora.outer(rows, low_down, self.routing, [down.lora_b.shape], down.lora_b.dtype, weights=row_weights)
+        arguments, shapes, dtype = (dy, [b], [down.scaling], self.routing), [down.lora_b.shape], down.lora_b.dtype
+        if sweeps(self.routing, b.shape[2]):
+            dlow, (slope,) = sweep(
+                *arguments, gather=True, transposed=True, out=rows,
+                low=low_down, shapes=shapes, dtype=dtype, weights=row_weights,
+            )  # fmt: skip
+        else:
+            dlow = lora.project(*arguments, self.tiles, gather=True, transposed=True, out=rows)
+            (slope,) = lora.outer(rows, low_down, self.routing, shapes, dtype, weights=row_weights)
         return (
             self._product_gradient(rows, self.w2, (a,) if down.rotation is None else None, dlow),
             dlow,
             [None, None, slope],
         )
+
+    def _above(self, dh: Tensor, low: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """(dlow [R, 2 r] of gate and up, the gradients of their lora_b)."""
+        arguments, (shapes, dtype) = (dh, self._pair("lora_b"), self._scalings, self.routing), self._shapes("lora_b")
+        if sweeps(self.routing, low.shape[1] // 2):
+            return sweep(*arguments, wide_parts=True, transposed=True, low=low, shapes=shapes, dtype=dtype)
+        dlow = lora.project(*arguments, self.tiles, wide_parts=True, transposed=True)
+        return dlow, lora.outer(dh, low, self.routing, shapes, dtype, wide_parts=True)
 
     def _through_activation(self, h, da, dlow, row_weights, down: list, routing_gradient: bool):
         """(dh [R, 2 I], dots [n, R] or None); sets the gradients of down's rotation and lora_a."""

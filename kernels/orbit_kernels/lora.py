@@ -22,7 +22,7 @@ from orbit_kernels.fragments import in_fragment_order, settled
 from orbit_kernels.routing import Routing, Tiles
 
 ROWS = 64
-CHUNK = 1024
+CHUNK = 512
 
 
 def padded_rank(*ranks: int) -> int:
@@ -62,20 +62,26 @@ def project(
     columns = x.shape[1] // (parts if wide_parts else 1)
     if routing.rows == 0:
         return x.new_empty(0, parts * rank)
-    chunk = CHUNK // 2 if gather and parts == 1 else CHUNK  # more of x stays in L2, for sums that cost little
+    chunk = CHUNK if gather else 2 * CHUNK  # as much of x as stays in L2, where experts share it
     count = triton.cdiv(columns, chunk)
     partial = torch.empty(count, routing.rows, parts * rank, dtype=torch.float32, device=x.device)
     _project[(tiles.expert.numel(), count * (parts if wide_parts else 1))](
-        x, matrices[0], matrices[-1], out, partial, routing.order, routing.position.shape[1], tiles.expert,
-        tiles.start, tiles.count, routing.offsets, routing.rows, columns, x.shape[1],
-        GATHER=gather, WIDE_PARTS=wide_parts, ORDERED=ordered, TRANSPOSED=transposed, WRITE=out is not None,
-        IN_ORDER=in_order, PARTS=parts, RANK=rank,
+        x, matrices[0], matrices[-1], out, partial, routing.order, tiles.expert, tiles.start, tiles.count,
+        routing.offsets, routing.rows, columns, x.shape[1],
+        SLOTS=routing.position.shape[1], GATHER=gather, WIDE_PARTS=wide_parts, ORDERED=ordered, TRANSPOSED=transposed,
+        WRITE=out is not None, IN_ORDER=in_order, PARTS=parts, RANK=rank,
         STEP=min(128 if rank <= 64 else 64, max(32, triton.next_power_of_2(columns))), CHUNK=chunk, ROWS=tiles.size,
         ASM=x.dtype == torch.bfloat16, num_warps=4 if rank <= 32 else 8,
     )  # fmt: skip
-    low = x.new_empty(routing.rows, parts * rank)
+    return added_partials(partial, scalings, x.dtype)
+
+
+def added_partials(partial: torch.Tensor, scalings: list[float], dtype: torch.dtype) -> torch.Tensor:
+    """low [R, P r]: the sum of partial [n, R, P r] over n, in order, times the scaling of each of the P parts."""
+    count, rows, width = partial.shape
+    low = partial.new_empty(rows, width, dtype=dtype)
     _add[(triton.cdiv(low.numel(), 1024),)](
-        partial, low, low.numel(), parts * rank, scalings[0], scalings[-1], COUNT=count, PARTS=parts, SIZE=1024
+        partial, low, rows, scalings[0], scalings[-1], COUNT=count, PARTS=len(scalings), WIDTH=width, SIZE=1024
     )
     return low
 
@@ -118,10 +124,10 @@ def outer(
     width = min(max(64, 8192 // narrow), 128 if gather else 256, max(64, triton.next_power_of_2(columns)))
     slabs = triton.cdiv(columns, width)
     _outer[(min(4, slabs), routing.experts, triton.cdiv(slabs, 4) * (parts if wide_parts else 1))](
-        x, low, weights, outs[0], outs[-1], routing.order, routing.position.shape[1], routing.offsets, columns,
+        x, low, weights, outs[0], outs[-1], routing.order, routing.offsets, columns,
         ranks[0], ranks[-1], x.stride(0), low.stride(0),
-        GATHER=gather, WIDE_PARTS=wide_parts, WEIGHTED=weights is not None, TRANSPOSE=transpose, NARROW=narrow,
-        RANK=rank, WIDTH=width, ROWS=32,
+        SLOTS=routing.position.shape[1], GATHER=gather, WIDE_PARTS=wide_parts, WEIGHTED=weights is not None,
+        TRANSPOSE=transpose, NARROW=narrow, RANK=rank, WIDTH=width, ROWS=32,
         num_warps=4 if width * narrow <= 8192 else 8,
     )  # fmt: skip
     return outs
@@ -134,20 +140,20 @@ def project_reference(x: torch.Tensor, matrix: torch.Tensor, routing: Routing, g
     return torch.cat([own @ m.to(own.dtype) for own, m in zip(rows.split(counts), matrix, strict=True)])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _project(
-    x, matrix, matrix2, rows_out, partial, order, slots, tile_group, tile_start, tile_count, offsets, rows, columns,
+    x, matrix, matrix2, rows_out, partial, order, tile_group, tile_start, tile_count, offsets, rows, columns,
     x_stride,
-    GATHER: tl.constexpr, WIDE_PARTS: tl.constexpr, ORDERED: tl.constexpr, TRANSPOSED: tl.constexpr,
-    WRITE: tl.constexpr, IN_ORDER: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+    SLOTS: tl.constexpr, GATHER: tl.constexpr, WIDE_PARTS: tl.constexpr, ORDERED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WRITE: tl.constexpr, IN_ORDER: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
+    STEP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if tile < tl.load(tile_count):
         group = tl.load(tile_group + tile)
         row = (tl.load(tile_start + tile) + tl.arange(0, ROWS))[:, None]
         end = tl.load(offsets + group + 1)
-        source = tl.load(order + row, mask=row < end, other=0) // slots if GATHER else row
+        source = tl.load(order + row, mask=row < end, other=0) // SLOTS if GATHER else row
         chunk = tl.program_id(1)
         part = 0
         own = matrix
@@ -161,10 +167,10 @@ def _project(
             column = first + tl.arange(0, STEP)[None, :]
             live = (row < end) & (column < columns)
             wide = tl.load(x + source.to(tl.int64) * x_stride + part * columns + column, mask=live, other=0)
-            narrow = _narrow(own, group, first, columns, ORDERED, TRANSPOSED, RANK, STEP).to(wide.dtype)
+            narrow = narrow_tile(own, group, first, columns, ORDERED, TRANSPOSED, RANK, STEP).to(wide.dtype)
             acc = settled(tl.dot(wide, narrow, acc, input_precision="ieee"), ASM)
             if PARTS == 2 and not WIDE_PARTS:
-                narrow = _narrow(matrix2, group, first, columns, ORDERED, TRANSPOSED, RANK, STEP).to(wide.dtype)
+                narrow = narrow_tile(matrix2, group, first, columns, ORDERED, TRANSPOSED, RANK, STEP).to(wide.dtype)
                 acc2 = settled(tl.dot(wide, narrow, acc2, input_precision="ieee"), ASM)
             if WRITE:
                 kept = in_fragment_order(wide) if IN_ORDER else wide
@@ -176,7 +182,7 @@ def _project(
 
 
 @triton.jit
-def _narrow(
+def narrow_tile(
     matrix, group, first, columns,
     ORDERED: tl.constexpr, TRANSPOSED: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -192,16 +198,17 @@ def _narrow(
     return tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add(
-    partial, out, size, width, scaling, scaling2,
-    COUNT: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
+    partial, out, rows, scaling, scaling2,
+    COUNT: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    size = rows * WIDTH
     index = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros((SIZE,), tl.float32)
     for chunk in tl.static_range(COUNT):
         total += tl.load(partial + tl.cast(size, tl.int64) * chunk + index, mask=index < size, other=0)
-    factor = tl.where(index % width < width // PARTS, scaling, scaling2)
+    factor = tl.where(index % WIDTH < WIDTH // PARTS, scaling, scaling2)
     tl.store(out + index, (total * factor).to(out.dtype.element_ty), mask=index < size)
 
 
@@ -229,9 +236,9 @@ def _expand(
 
 @triton.jit
 def _outer(
-    x, low, weights, out, out2, order, slots, offsets, columns, rank, rank2, x_stride, low_stride,
-    GATHER: tl.constexpr, WIDE_PARTS: tl.constexpr, WEIGHTED: tl.constexpr, TRANSPOSE: tl.constexpr,
-    NARROW: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    x, low, weights, out, out2, order, offsets, columns, rank, rank2, x_stride, low_stride,
+    SLOTS: tl.constexpr, GATHER: tl.constexpr, WIDE_PARTS: tl.constexpr, WEIGHTED: tl.constexpr,
+    TRANSPOSE: tl.constexpr, NARROW: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
     end = tl.load(offsets + expert + 1)
@@ -246,7 +253,7 @@ def _outer(
     acc = tl.zeros((WIDTH, NARROW), tl.float32)
     begin = tl.load(offsets + expert)
     index = begin + tl.arange(0, ROWS)
-    source = tl.load(order + index, mask=index < end, other=0) // slots if GATHER else index
+    source = tl.load(order + index, mask=index < end, other=0) // SLOTS if GATHER else index
     for first in range(begin, end, ROWS):
         index = first + tl.arange(0, ROWS)
         row = index[:, None]
@@ -254,7 +261,7 @@ def _outer(
         wide = tl.load(x + source[:, None].to(tl.int64) * x_stride + part * columns + k[None, :], mask=live, other=0)
         source = index + ROWS  # the next step's, asked for a step ahead: the copy of rows waits for the answer
         if GATHER:
-            source = tl.load(order + source, mask=source < end, other=0) // slots
+            source = tl.load(order + source, mask=source < end, other=0) // SLOTS
         narrow = tl.load(low + row.to(tl.int64) * low_stride + part * RANK + r[None, :], mask=row < end, other=0)
         if WEIGHTED:
             weight = tl.load(weights + row, mask=row < end, other=0).to(tl.float32)

@@ -135,11 +135,11 @@ def _rotated(x, rotations, routing, tiles, gather, in_order, hidden, limit) -> t
         if b <= 64 and _crowded(routing) and not hidden:
             tiles = row_tiles(routing.offsets, routing.rows, 128)
         _rotate[(tiles.expert.numel(), triton.cdiv(columns, span))](
-            x, *pair, out, routing.order, routing.position.shape[1], routing.rows, tiles.expert, tiles.start,
-            tiles.count, routing.offsets, columns, limit or 0.0,
-            GATHER=gather, HIDDEN=hidden, CLAMPED=limit is not None, IN_ORDER=in_order, TWO=len(rotations) == 2, B=b,
-            WIDTH=width, SPAN=span, ROWS=tiles.size, STORE=store_modifier(out) if gather else "", num_warps=4,
-            num_stages=stages,
+            x, *pair, out, routing.order, routing.rows, tiles.expert, tiles.start, tiles.count, routing.offsets,
+            columns, limit or 0.0,
+            SLOTS=routing.position.shape[1], GATHER=gather, HIDDEN=hidden, CLAMPED=limit is not None,
+            IN_ORDER=in_order, TWO=len(rotations) == 2, B=b, WIDTH=width, SPAN=span, ROWS=tiles.size,
+            STORE=store_modifier(out) if gather else "", num_warps=4, num_stages=stages,
         )  # fmt: skip
     return out
 
@@ -157,10 +157,11 @@ def _turned_back(x, dy, rotations, routing, gather, hidden, weights, limit, dots
     elif hidden:
         rows, stages, group = 32, 3, 4
     _back[(group, routing.experts, triton.cdiv(triton.cdiv(columns, width), group))](
-        x, dy, *pair, out, slopes[0], slopes[-1], routing.order, routing.position.shape[1], routing.rows,
-        routing.offsets, weights, dots, columns, limit or 0.0,
-        GATHER=gather, HIDDEN=hidden, CLAMPED=limit is not None, DOTS=dots is not None, TWO=len(rotations) == 2, B=b,
-        WIDTH=width, ROWS=rows, ASM=x.dtype == torch.bfloat16, num_warps=warps, num_stages=stages,
+        x, dy, *pair, out, slopes[0], slopes[-1], routing.order, routing.rows, routing.offsets, weights, dots,
+        columns, limit or 0.0,
+        SLOTS=routing.position.shape[1], GATHER=gather, HIDDEN=hidden, CLAMPED=limit is not None,
+        DOTS=dots is not None, TWO=len(rotations) == 2, B=b, WIDTH=width, ROWS=rows,
+        ASM=x.dtype == torch.bfloat16, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, slopes
 
@@ -174,11 +175,11 @@ def _places(expert, first, columns, B: tl.constexpr, WIDTH: tl.constexpr):
     return where, ((left // B)[:, None] == (right // B)[None, :]) & (first + left < columns)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate(
-    x, rotation, rotation2, out, order, slots, rows, tile_expert, tile_start, tile_count, offsets, columns, limit,
-    GATHER: tl.constexpr, HIDDEN: tl.constexpr, CLAMPED: tl.constexpr, IN_ORDER: tl.constexpr, TWO: tl.constexpr,
-    B: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+    x, rotation, rotation2, out, order, rows, tile_expert, tile_start, tile_count, offsets, columns, limit,
+    SLOTS: tl.constexpr, GATHER: tl.constexpr, HIDDEN: tl.constexpr, CLAMPED: tl.constexpr, IN_ORDER: tl.constexpr,
+    TWO: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
     STORE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -186,7 +187,7 @@ def _rotate(
         expert = tl.load(tile_expert + tile)
         row = (tl.load(tile_start + tile) + tl.arange(0, ROWS))[:, None]
         end = tl.load(offsets + expert + 1)
-        source = tl.load(order + row, mask=row < end, other=0) // slots if GATHER else row
+        source = tl.load(order + row, mask=row < end, other=0) // SLOTS if GATHER else row
         start = tl.program_id(1) * SPAN
         for first in range(start, tl.minimum(columns, start + SPAN), WIDTH):
             column = first + tl.arange(0, WIDTH)[None, :]
@@ -208,11 +209,11 @@ def _rotate(
                 tl.store(out + place, in_fragment_order(y) if IN_ORDER else y, mask=live, cache_modifier=STORE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _back(
-    x, dy, rotation, rotation2, out, slope, slope2, order, slots, rows, offsets, weights, dots, columns, limit,
-    GATHER: tl.constexpr, HIDDEN: tl.constexpr, CLAMPED: tl.constexpr, DOTS: tl.constexpr, TWO: tl.constexpr,
-    B: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+    x, dy, rotation, rotation2, out, slope, slope2, order, rows, offsets, weights, dots, columns, limit,
+    SLOTS: tl.constexpr, GATHER: tl.constexpr, HIDDEN: tl.constexpr, CLAMPED: tl.constexpr, DOTS: tl.constexpr,
+    TWO: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
     begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
@@ -226,7 +227,7 @@ def _back(
         acc2 = tl.zeros((WIDTH, WIDTH), tl.float32)
         column = slab + tl.arange(0, WIDTH)[None, :]
         index = begin + tl.arange(0, ROWS)
-        source = tl.load(order + index, mask=index < end, other=0) // slots if GATHER else index
+        source = tl.load(order + index, mask=index < end, other=0) // SLOTS if GATHER else index
         for first in range(begin, end, ROWS):
             index = first + tl.arange(0, ROWS)
             row = index[:, None]
@@ -250,7 +251,7 @@ def _back(
                 # Where the next step's rows lie is asked for a step ahead: the copy of rows waits for the answer.
                 source = index + ROWS
                 if GATHER:
-                    source = tl.load(order + source, mask=source < end, other=0) // slots
+                    source = tl.load(order + source, mask=source < end, other=0) // SLOTS
             acc = settled(tl.dot(own.T, d, acc, input_precision="ieee"), ASM and (B > 64 or not TWO))
             if TWO:
                 d = tl.load(dy + (rows + row.to(tl.int64)) * columns + column, mask=live, other=0)

@@ -74,7 +74,7 @@ def _grid(rows: int, columns: int) -> tuple[tuple[int, int], int]:
     return (triton.cdiv(rows, 4), triton.cdiv(columns, width)), width
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(
     h, out, rows, columns, limit,
     CLAMPED: tl.constexpr, IN_ORDER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -89,7 +89,7 @@ def _forward(
     tl.store(out + row.to(tl.int64) * columns + column, a, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward(
     h, da, out, weights, dots, kept, rows, columns, limit,
     CLAMPED: tl.constexpr, DOTS: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

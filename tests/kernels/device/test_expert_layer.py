@@ -6,6 +6,7 @@ from kernel_device import DEVICE, DTYPE, INTERPRETED, relative_error, tolerance,
 from random_weights import random_case
 from torch import library
 
+from orbit_kernels import lora_sweep
 from orbit_kernels.expert_layer import expert_layer
 from orbit_kernels.experts import ExpertAdapters, StackedAdapter, frozen_experts
 from orbit_kernels.grouped import PackedExperts
@@ -196,6 +197,23 @@ def test_a_trainers_float32_leaves_give_the_same_bits(kind):
         results.append((y, *torch.autograd.grad(y, [x, *tensors_of(own)], dy)))
     assert all(gradient.dtype == torch.float32 for gradient in results[1][2:])
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["lora", "both"])
+def test_experts_with_few_rows_and_with_many_take_other_kernels(kind, monkeypatch):
+    """Forward bit for bit the same ones, backward the same sums in another order."""
+    w13, w2 = random_layer("int4")
+    adapter = replace_tensors(build_adapter(kind), lambda t: t.detach().float().requires_grad_())
+    x, ids, weights, dy = random_input()
+    x.requires_grad_()
+    results = []
+    for fewest in (0, 1 << 30):
+        monkeypatch.setattr(lora_sweep, "FEWEST", fewest)
+        y = expert_layer(x, ids, weights, w13, w2, adapter)
+        results.append((y, *torch.autograd.grad(y, [x, *tensors_of(adapter)], dy)))
+    assert torch.equal(results[0][0], results[1][0])
+    for many, few in zip(*results, strict=True):
+        assert relative_error(many, few) < tolerance(6)
 
 
 def test_activation_checkpointing_gives_the_same_gradients():
