@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import textwrap
 
 from orbit_cli.planner.advice import nearest_fit
@@ -12,37 +13,84 @@ from orbit_cli.planner.plan import Plan
 from orbit_cli.planner.study import FROZEN, RECIPES, Row
 from orbit_cli.planner.today import runs_today
 
-WIDTH, OWN = 120, 46
+NARROW, WIDE = 80, 120  # columns of a terminal that are made use of
+BESIDE = 40  # columns that advice needs to stand beside its figures; with fewer it stands below
 NOTE_WIDTH = 100
 ANSWERS = {Verdict.runs: "yes", Verdict.not_built: "not built", Verdict.too_large: "no", Verdict.unknown: "?"}
 
 
-def plans_text(made: list[tuple[list[str], Plan | str]], *, command: str = "train") -> str:
-    """One line per combination of overrides, in their order: its plan, or why it cannot be laid out."""
-    shared = [text for text in made[0][0] if all(text in chosen for chosen, _ in made)] if len(made) > 1 else []
-    owned = [" ".join(text for text in chosen if text not in shared) for chosen, _ in made]
-    width = max(min(max(map(len, owned)), OWN), len("overrides"))
-    phases = ["train", "rollout"] if command == "train" else ["rollout"]
-    head = f"{'overrides':<{width}}  " + "".join(f"{name:>9} " for name in (*phases, "usable"))
-    lines = [f"{head} {'runs today':<11}what to set, or what is missing"]
-    for own, (_, one) in zip(owned, made, strict=True):
-        if isinstance(one, str):
-            start = f"{own:<{width}}  {' ' * 10 * (len(phases) + 1)} {'refused':<11}"
-            then = one
+def plans_text(made: list[tuple[list[str], Plan | str]], *, command: str = "train", width: int | None = None) -> str:
+    """One row per combination of overrides, in their order: its plan, or why it cannot be laid out.
+
+    `width` is the terminal's (None: asked). Each key that varies has a column; where they leave no room for the
+    figures, a combination stands in a line of its own above these. Figures are never cut.
+    """
+    width = min(max(width or shutil.get_terminal_size((WIDE, 0)).columns, NARROW), WIDE)
+    shared = [text for text in made[0][0] if all(text in chosen for chosen, _ in made)]
+    owned = [[text for text in chosen if text not in shared] for chosen, _ in made]
+    figures, answers = _figures([one for _, one in made], command)
+    heads, cells, legend = _keys(owned, width - len(figures[0]) - 2)
+    lines = ["bytes on each GPU (on a CPU: of this machine); 1 GB = 10^9 bytes"]
+    lines += _wrapped(f"for all: {' '.join(shared)}", width, "  ") if shared else []
+    lines += _wrapped(legend, width, "  ") if legend else []
+    start = f"{heads}  " if heads else ""
+    room = width - len(start) - len(figures[0]) - 2
+    what, below = "what to set, or what is missing", room < BESIDE
+    lines.append(f"{start}{figures[0]}  {'' if below else what}")
+    for own, key, figure, answer in zip(owned, cells, figures[1:], answers, strict=True):
+        if own and not heads:
+            lines += _wrapped(" ".join(own), width, "  ")
+        row = f"{key}  {figure}" if heads else figure
+        advice = textwrap.wrap(answer, width - 4 if below else room, break_on_hyphens=False) or [""]
+        if below:
+            lines += [row, *(f"    {text}" for text in advice)]
         else:
-            sizes = [*(size(phase.nbytes) for phase in one.phases), "?" if one.budget is None else size(one.budget)]
-            start = f"{own:<{width}}  {''.join(f'{text:>9} ' for text in sizes)} "
-            start += f"{ANSWERS[verdict(one, trains=command == 'train')]:<11}"
-            then = _then(one, command)
-        lines += textwrap.wrap(start + then, WIDTH, subsequent_indent=" " * len(start), drop_whitespace=False)
-    about = ["bytes on each GPU (on a CPU: of this machine); 1 GB = 10^9 bytes"]
-    about += [f"for all: {' '.join(shared)}"] if shared else []
-    end = []
-    if any(
-        not isinstance(one, str) and verdict(one, trains=command == "train") is Verdict.not_built for _, one in made
-    ):
-        end = ["not built: it fits, and Orbit cannot run it yet"]
-    return "\n".join(line.rstrip() for line in [*about, *lines, *end])
+            lines += [f"{row if number == 0 else ' ' * len(row)}  {text}" for number, text in enumerate(advice)]
+    if "not built" in [figure.rpartition("  ")[2].strip() for figure in figures]:
+        lines.append("not built: it fits, and Orbit cannot run it yet")
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _figures(plans: list[Plan | str], command: str) -> tuple[list[str], list[str]]:
+    """The head and a row of figures each, all as long; and what to set, what is missing, or why it is refused."""
+    phases = ["train", "rollout"] if command == "train" else ["rollout"]
+    rows, answers = [[*phases, "usable", "runs today"]], []
+    for one in plans:
+        if isinstance(one, str):
+            rows.append([*[""] * len(phases), "", "refused"])
+            answers.append(one)
+            continue
+        sizes = [*(size(phase.nbytes) for phase in one.phases), "?" if one.budget is None else size(one.budget)]
+        rows.append([*sizes, ANSWERS[verdict(one, trains=command == "train")]])
+        answers.append(_then(one, command))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for *numbers, last in rows:
+        cells = [f"{text:>{wide}}" for text, wide in zip(numbers, widths[:-1], strict=True)]
+        lines.append("  ".join([*cells, f"{last:<{widths[-1]}}"]))
+    return lines, answers
+
+
+def _keys(owned: list[list[str]], room: int) -> tuple[str, list[str], str]:
+    """A column of values for each key that varies: the head, a row each, and the whole names of keys that were
+    shortened. No head where they take more than `room`."""
+    keys = list(dict.fromkeys(text.partition("=")[0] for own in owned for text in own))
+    values = [dict(text.partition("=")[::2] for text in own) for own in owned]
+    last = [key.rpartition(".")[2] for key in keys]
+    for names in (keys, last):
+        rows = [[row.get(key, "") for key in keys] for row in values]
+        widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+        if keys and len(set(names)) == len(names) and sum(widths) + 2 * len(widths) - 2 <= room:
+            head, *lines = (
+                "  ".join(f"{cell:<{wide}}" for cell, wide in zip(row, widths, strict=True)) for row in (names, *rows)
+            )
+            short = [f"{name} is {key}" for name, key in zip(names, keys, strict=True) if name != key]
+            return head, lines, "; ".join(short)
+    return "", [""] * len(owned), ""
+
+
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def _then(plan: Plan, command: str) -> str:
