@@ -12,6 +12,9 @@ import pytest
 
 from orbit_cli import cli
 
+KIMI = "kimi_k26 (model type kimi_k25)"
+SMALL_SHARE = "engine.mem_fraction_static=0.13"
+
 
 def orbit(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["orbit", *arguments])
@@ -33,9 +36,18 @@ def test_the_table_answers_at_a_glance(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "fits       NO" in text
     assert "two copies of the base alone take 237.8 GB" in text.replace("\n           ", " ")
     assert "nearest    set memory.offload=swap" in text
-    assert "not built  Orbit cannot train that yet: it needs a trainer for deepseek_v4" in text
+    assert "not built  Orbit cannot train that yet: it needs a trainer for deepseek_v4_pro" in text
     bars = [line for line in text.splitlines() if "BBBB" in line]
     assert len(bars) == 2 and all("|" in bar and "%" in bar for bar in bars)
+
+
+def test_absurd_sizes_stay_in_their_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown(monkeypatch, capsys, "hardware=h200x1", "engine.max_total_tokens=99999999999999", code=1)
+    assert "PB (10^15 bytes) on each GPU" in text and max(map(len, text.splitlines())) <= 100
+    cache = next(line for line in text.splitlines() if line.startswith("  KV cache"))
+    assert len(cache.split()) == 4 and len(cache) == 44 + 24
 
 
 def test_the_default_is_the_main_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,15 +102,48 @@ def test_multirun_over_machines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     about, shared, head, *rows, legend = shown(monkeypatch, capsys, *arguments, code=1).splitlines()
     assert "1 GB = 10^9 bytes" in about and shared == "for all: model=kimi_k26" and "runs today" in head
     assert legend == "not built: it fits, and Orbit cannot run it yet"
-    answers = {tuple(line.split()[:2]): " not built " in line for line in rows if line.startswith("hardware")}
+    assert head.split()[:2] == ["hardware", "memory.shared_base"]
+    answers = {tuple(line.split()[:2]): "GB  not built" in line for line in rows if "200x8" in line}
     assert list(answers.items()) == [
-        (("hardware=h200x8", "memory.shared_base=true"), True),
-        (("hardware=h200x8", "memory.shared_base=false"), False),
-        (("hardware=b200x8", "memory.shared_base=true"), True),
-        (("hardware=b200x8", "memory.shared_base=false"), True),
+        (("h200x8", "true"), True),
+        (("h200x8", "false"), False),
+        (("b200x8", "true"), True),
+        (("b200x8", "false"), True),
     ]
     rows = json.loads(shown(monkeypatch, capsys, "-m", "hardware=cpu,h200x1", "--json"))
     assert [row["fits"] for row in rows] == [True, True]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("width", [40, 80, 120, 300])
+def test_wide_tables_are_readable_in_narrow_terminals(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys are said once where there is room, in a line of their own elsewhere; figures are never cut."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    experts, pools = "adapter.expert_targets=[gate_proj,up_proj,down_proj],[]", "engine.max_total_tokens=131072,65536"
+    arguments = ("-m", "model=kimi_k26", "hardware=h200x8,b200x8", experts, pools, "experiment=long_answers")
+    lines = shown(monkeypatch, capsys, *arguments, code=1).splitlines()
+    assert max(map(len, lines)) <= min(max(width, 80), 120)
+    figures = [re.findall(r"\d[\d.]* GB", line) for line in lines[2:]]
+    rows = [row for row in figures if len(row) == 3]
+    plans = json.loads(shown(monkeypatch, capsys, *arguments, "--json", code=1))
+    exact = [[*(phase["total_bytes"] for phase in plan["phases"].values()), plan["budget_bytes"]] for plan in plans]
+    assert rows == [[f"{nbytes / 1e9:.1f} GB" for nbytes in row] for row in exact] and len(rows) == 8
+    named = sum("adapter.expert_targets" in line for line in lines)
+    assert named == (1 if width >= 120 else 8)
+    assert "for all: model=kimi_k26 experiment=long_answers" in lines
+
+
+def test_keys_are_shortened_before_they_get_lines_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ("-m", "hardware=h200x1", "engine.max_total_tokens=65536,131072", "trainer.micro_batch_tokens=512,1024")
+    _, _, *legend, head, first, _, _, _ = shown(monkeypatch, capsys, *arguments).splitlines()
+    assert "micro_batch_tokens is trainer.micro_batch_tokens" in " ".join(map(str.strip, legend))
+    assert head.split()[:2] == ["max_total_tokens", "micro_batch_tokens"]
+    assert first.split()[:2] == ["65536", "512"]
 
 
 def test_a_combination_that_cannot_be_laid_out_keeps_its_place(
@@ -106,8 +151,8 @@ def test_a_combination_that_cannot_be_laid_out_keeps_its_place(
 ) -> None:
     arguments = ("-m", "model=qwen3_4b", "engine.tensor_parallel=4", "hardware=h200x1,h200x8")
     lines = shown(monkeypatch, capsys, *arguments, code=1).splitlines()
-    assert lines[3].startswith("hardware=h200x1") and " refused " in lines[3]
-    assert next(line for line in lines[4:] if line.startswith("hardware=h200x8"))
+    assert lines[3].startswith("h200x1") and " refused " in lines[3]
+    assert next(line for line in lines[4:] if line.startswith("h200x8"))
     first, second = json.loads(shown(monkeypatch, capsys, *arguments, "--json", code=1))
     assert list(first) == list(second)  # the same keys
     assert first["overrides"] == [*arguments[1:3], "hardware=h200x1"]
@@ -120,7 +165,7 @@ def test_a_combination_that_cannot_be_laid_out_keeps_its_place(
     [
         (("model=qwen3_30b_a3b", "hardware=h200x1"), 0, "runs", "yes, for prompts of 128 and responses of 8 tokens"),
         (("model=qwen3_30b_a3b", "hardware=h200x8"), 3, "not built", "it needs a trainer on more than one GPU"),
-        (("model=kimi_k26", "hardware=b200x8"), 3, "not built", "an engine for kimi_k25 models"),
+        (("model=kimi_k26", "hardware=b200x8"), 3, "not built", f"an engine for {KIMI}"),
         (("model=kimi_k26", "hardware=h200x8"), 1, "does not fit", "NO, for prompts of 128"),
         (("memory.shared_base=true",), 3, "not built", "set memory.shared_base=false"),
         (("hardware.memory_mib=3000",), 1, "does not fit", "orbit train starts it all the same"),
@@ -192,8 +237,15 @@ def test_the_study_with_its_plot(
         (("--explain", "-m", "hardware=cpu,h200x1"), "leave out -m"),
         (("model=kimi_k62",), "did you mean kimi_k26"),
         (("model=qwen3_4b", "evaluation.max_new_tokens=50000"), "the model has positions for 40,960"),
+        (("model=llama32_1b", "evaluation.max_new_tokens=70000"), "a CPU's cache has room for 65,536"),
+        (
+            ("model=qwen3_30b_a3b", "hardware=h200x1", SMALL_SHARE, "evaluation.max_new_tokens=30000"),
+            f"of 30,128 tokens, and the cache (what base and slots leave of {SMALL_SHARE}) has room for 1",
+        ),
+        (("model=kimi_k26", "adapter.targets=[foo,o_proj]"), f"no linear of {KIMI}; accepted are"),
         (("evaluation.max_new_tokens=500", "engine.max_total_tokens=600"), "engine.max_total_tokens has room for 600"),
         (("-m", "hardware=h200x8,b300"), "b300"),
+        (("hardware=h200x1", "engine.extra.chunked_prefill_size=abc"), "chunked_prefill_size=abc is no whole number"),
         (("model=checkpoint",), "model.path"),
     ],
 )
@@ -235,7 +287,7 @@ def test_train_refuses_before_it_loads_anything(
     for command in ("train", "rollout", "eval"):
         assert orbit(monkeypatch, command, "model=kimi_k26") == 2
         told = capsys.readouterr().err
-        assert "Orbit cannot" in told and "an engine for kimi_k25 models" in told and told.count("\n") == 1
+        assert "Orbit cannot" in told and f"an engine for {KIMI}" in told and told.count("\n") == 1
 
 
 @pytest.mark.timeout(120)

@@ -20,6 +20,7 @@ from orbit_cli.planner.plan import Plan, make_plan
 
 LONG = ("experiment=long_answers",)
 KIMI = ("model=kimi_k26", "hardware=h200x8", "memory.shared_base=true", *LONG)
+RUNNING, POOL, TOKENS = "engine.max_running_requests", "engine.max_total_tokens", "rollout.max_new_tokens"
 CASES = [
     ("model=kimi_k26", "hardware=h100x8"),
     ("model=kimi_k26", "hardware=b200x8", *LONG),
@@ -56,10 +57,50 @@ def test_what_is_advised_fits_and_nothing_of_it_is_idle(overrides: tuple[str, ..
 
 def test_what_changes_nothing_comes_first_then_lengths_then_learning() -> None:
     assert nearest_fit(planned("model=kimi_k26", "hardware=b200x8", *LONG)).overrides == ["memory.shared_base=true"]
-    for wanted in (25_765, 30_000):  # the longest, not a power of two, and no smaller adapter
+    fewer = nearest_fit(planned(*KIMI, "rollout.max_new_tokens=25765")).overrides  # slower, and the same is sampled
+    assert fewer == ["trainer.micro_batch_tokens=27813", f"{RUNNING}=2", f"{POOL}=57344"]
+    for wanted in (30_000, 40_000):  # the longest, not a power of two, and no smaller adapter
         overrides = nearest_fit(planned(*KIMI, f"rollout.max_new_tokens={wanted}")).overrides
         assert overrides == ["rollout.max_new_tokens=23844", "trainer.micro_batch_tokens=25892"]
     assert not planned(*KIMI, "rollout.max_new_tokens=23845", "trainer.micro_batch_tokens=25893").fits
+
+
+@pytest.mark.parametrize(
+    ("overrides", "running"),
+    [
+        (("model=qwen3_30b_a3b", "hardware=h200x1"), 32),
+        (("model=qwen3_4b", "hardware=rtx4090x1"), 2),
+        (("model=qwen3_30b_a3b", "hardware=h200x1", f"{RUNNING}=100"), 32),
+    ],
+)
+def test_as_many_sequences_at_once_as_fit(overrides: tuple[str, ...], running: int) -> None:
+    """Of the powers of two below what is set, the largest; twice as many do not fit."""
+    advised = nearest_fit(planned(*overrides, *LONG)).overrides
+    assert f"{RUNNING}={running}" in advised
+    rest = [text for text in advised if not text.startswith((RUNNING, POOL))]
+    twice = (f"{RUNNING}={2 * running}", f"{POOL}={2 * running * (2048 + 20_480)}")
+    assert planned(*overrides, *LONG, *advised).fits
+    assert not planned(*overrides, *LONG, *rest, *twice).fits
+
+
+def test_the_cache_follows_the_shorter_responses() -> None:
+    """A cache for the wanted length would leave less for them."""
+    small = ("model=llama32_1b", "hardware=rtx4090x1", "hardware.memory_mib=8000", *LONG)
+    advised = nearest_fit(planned(*small), runnable=True).overrides
+    set_to = {key: int(value) for key, value in (text.split("=") for text in advised if text[-1].isdigit())}
+    tokens, running, pool = (set_to[key] for key in (TOKENS, RUNNING, POOL))
+    assert pool == -(-running * (2048 + tokens) // 4096) * 4096 < running * (2048 + 20_480)
+    assert len([text for text in advised if text.startswith(POOL)]) == 1
+    assert planned(*small, *advised).fits
+    assert not planned(*small, *advised, f"{POOL}={running * (2048 + 20_480)}").fits
+
+
+def test_lengths_beyond_the_positions_do_not_size_the_cache() -> None:
+    """With 50,000 tokens wanted and 38,912 possible, as many sequences as fit at 38,912."""
+    long = ("model=qwen3_4b", "hardware=h200x1", *LONG)
+    advised = nearest_fit(planned(*long, f"{TOKENS}=50000")).overrides
+    assert advised == [f"{TOKENS}=38912", f"{RUNNING}=16", f"{POOL}=655360"]
+    assert planned(*long, *advised).fits
 
 
 def test_short_responses_are_not_cut() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from planning import planned
 
 from orbit_cli.planner.changes import Change, tried
 from orbit_cli.planner.largest import (
     largest_micro_batch,
+    longest_limit,
     longest_response,
     longest_words,
     micro_batch_words,
@@ -67,6 +70,33 @@ def test_the_longest_response_is_the_last_that_fits() -> None:
     assert said in longest_words(plan)
     assert fits(plan, max_new_tokens=23_844, micro_batch_tokens=25_892)
     assert not fits(plan, max_new_tokens=23_845, micro_batch_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [
+        (("model=tiny_dense", "hardware=h200x1"), "up to the model's 2,048 positions"),
+        (("model=qwen3_4b", "hardware=h200x1", "engine.max_total_tokens=600"), "max_total_tokens has room for no"),
+        (("model=qwen3_4b", "hardware=h200x1"), "memory of each GPU takes in training; .* the trainer's activations"),
+        (("model=deepseek_v4_flash", "hardware=h200x8"), "memory of each GPU .* the trainer's attention scores"),
+        (("model=smollm2_360m", "hardware.memory_mib=24000"), "this machine's memory .* the trainer's activations"),
+        (("model=qwen3_30b_a3b", "hardware=h200x1", "engine.mem_fraction_static=0.3"), "share takes .*=0.3"),
+    ],
+)
+def test_what_limits_the_longest_response_is_named(overrides: tuple[str, ...], limit: str) -> None:
+    plan = planned(*overrides)
+    words = longest_words(plan)
+    assert re.search(limit, words), words
+    assert words.endswith(longest_limit(plan, longest_response(plan)))
+
+
+def test_a_cpus_own_cache_limits_too() -> None:
+    """engine.max_total_tokens is 65,536 there unless it is set."""
+    sampled = planned("model=llama32_1b", trains=False)
+    assert longest_response(sampled, trains=False) == 65_536 - 128
+    assert "a CPU's cache has room for no more" in longest_words(sampled, trains=False)
+    too_long = planned("model=llama32_1b", "rollout.max_new_tokens=65409", trains=False)
+    assert any("the cache holds no whole sequence of 65,537 tokens" in limit for limit in too_long.limits)
 
 
 def test_a_smaller_micro_batch_is_said() -> None:

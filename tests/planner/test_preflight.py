@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +17,14 @@ from orbit_cli.errors import CheckpointError, ConfigError
 from orbit_cli.planner import preflight as room
 from orbit_cli.planner.built import not_built
 from orbit_cli.planner.gpus import Gpu
+from orbit_cli.planner.machine import host_memory
 from orbit_cli.planner.measured import planned_peaks
 from orbit_cli.planner.plan import make_plan
 from orbit_cli.planner.preflight import preflight
 
 WITHOUT_GPU = 0
 EIGHT = 8
+KIMI = "kimi_k26 (model type kimi_k25)"
 
 
 @pytest.fixture
@@ -63,11 +68,13 @@ def test_what_cannot_run_yet_is_said_first_and_completely(gpus) -> None:
     for overrides in (("memory.shared_base=true",), ()):  # the second does not fit, the nearest that fits is the first
         sentence = refusal("model=kimi_k26", "hardware=h200x8", *overrides)
         assert sentence.startswith("Orbit cannot train kimi_k26 on h200x8 yet: it needs ")
-        for missing in ("an engine for kimi_k25", "splits its base", "splits routed experts", "memory.shared_base"):
+        assert "it would not fit either: " in sentence if not overrides else "not fit" not in sentence
+        for missing in (f"an engine for {KIMI}", "splits its base", "splits routed experts", "memory.shared_base"):
             assert missing in sentence
         assert "download" not in sentence and "GPU(s)" not in sentence
         assert "`orbit plan model=kimi_k26 hardware=h200x8" in sentence
-    assert "a trainer for deepseek_v4 models" in refusal("model=deepseek_v4_flash", "hardware=h200x8")
+    trainer = "a trainer for deepseek_v4_flash (model type deepseek_v4)"
+    assert trainer in refusal("model=deepseek_v4_flash", "hardware=h200x8")
 
 
 def test_several_gpus_are_refused_for_training_with_what_runs_on_one(gpus) -> None:
@@ -243,3 +250,43 @@ def test_planned_peaks_have_the_columns_of_the_memory_record() -> None:
     assert gpu["phases"]["sync"]["cuda0_gib"] - allocated == pytest.approx(built / (1 << 30))
     sampled = planned_peaks(composed("recipe=smoke_moe_lora"), trains=False)
     assert set(sampled["phases"]) == {"rollout", "eval", "sync"} and sampled["parts"] == {}
+
+
+def test_a_process_that_may_not_map_its_libraries_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's loader would end in a traceback."""
+    config = composed()
+    for limit, refused in ((2 * 10**9, True), (None, False), (64 * 10**9, False)):
+        monkeypatch.setattr(room, "address_space", lambda limit=limit: limit)
+        if not refused:
+            assert preflight(config, command="train") is not None
+            continue
+        with pytest.raises(ConfigError, match=r"may map 2.0 GB .* more than 3.0 GB; .*`ulimit -v unlimited`"):
+            preflight(config, command="train")
+
+
+def test_the_limit_of_this_process_is_read() -> None:
+    code = "from orbit_cli.planner.machine import address_space; print(address_space())"
+    shell = f"ulimit -v 4000000 && exec {sys.executable} -c {shlex.quote(code)}"
+    assert subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60).stdout == "4096000000\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "gib"),
+    [
+        ("0::/", {"memory.max": 3}, 3),
+        ("0::/user/job", {"memory.max": "max", "user/memory.max": 2, "user/job/memory.max": "max"}, 2),
+        ("0::/user/job", {"user/job/memory.max": 1, "user/memory.max": 2}, 1),
+        ("4:memory:/job\n0::/", {"memory/memory.limit_in_bytes": 8, "memory/job/memory.limit_in_bytes": 2}, 2),
+        ("0::/../outside", {}, 16),
+        ("", {}, 16),
+    ],
+)
+def test_memory_of_control_groups(groups: str, files: dict[str, object], gib: int, tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal:       {16 << 20} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(groups + "\n")
+    for name, value in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{value << 30 if isinstance(value, int) else value}\n")
+    assert host_memory(tmp_path) == gib << 30

@@ -25,6 +25,10 @@ def formulas_text(plan: Plan) -> str:
             lines += ["", f"{side}: {totals}"]
             lines += [line for part, only in found for line in _explained(part, only)]
             names += [part.name for part, _ in found]
+    if plan.host.parts:
+        lines += ["", f"the machine's own memory: {size(plan.host.nbytes)}"]
+        for part in plan.host.parts:
+            lines += _wrapped(f"  {f'{part.side}: {part.name}':<{NAMES}} {size(part.nbytes):>8} = ", part.formula)
     lines.append("")
     for phase in plan.phases:
         sides = " + ".join(f"{side} {size(phase.of(side))}" for side in Side if phase.of(side))

@@ -8,9 +8,9 @@ import textwrap
 from orbit_cli.config.schema.memory import Offload
 from orbit_cli.planner.adapters import sites
 from orbit_cli.planner.advice import Nearest, nearest_fit
-from orbit_cli.planner.built import Verdict, listed, not_built, verdict
+from orbit_cli.planner.built import Verdict, listed, not_built, verdict, without_model
 from orbit_cli.planner.largest import longest_words, micro_batch_words, sequences_at_once
-from orbit_cli.planner.lengths import micro_batch
+from orbit_cli.planner.lengths import evaluated, micro_batch
 from orbit_cli.planner.notes import notes
 from orbit_cli.planner.part import BASE, GIB, Part, Side, count, size
 from orbit_cli.planner.plan import Phase, Plan
@@ -75,11 +75,17 @@ def heading(plan: Plan, command: str = "train") -> list[str]:
     rows.append(
         (
             "lengths",
-            f"{prompt:,} prompt + {n.longest - prompt:,} response tokens a sequence, {n.running} sequences at once in "
-            f"sampling{training}",
+            f"{prompt:,} prompt + {n.longest - prompt:,} response tokens a sequence, {n.running:,} sequences at once "
+            f"in sampling{training}{_evaluation(plan)}",
         )
     )
     return _lines(rows)
+
+
+def _evaluation(plan: Plan) -> str:
+    """That an evaluation has a length of its own, for which only the cache and the positions are asked."""
+    wanted = plan.config.evaluation.max_new_tokens
+    return f"; {wanted:,} response tokens in an evaluation" if evaluated(plan.config) else ""
 
 
 def _memory(plan: Plan) -> str:
@@ -122,9 +128,11 @@ def _spread(layout: str, gpus: int) -> str:
 
 
 def _table(plan: Plan) -> list[str]:
-    unit, scale = ("GB", 1e9) if plan.peak.nbytes >= 20e9 else ("MB", 1e6)
+    powers = {"MB": 6, "GB": 9, "TB": 12, "PB": 15, "EB": 18}
+    unit = next((name for name, power in powers.items() if plan.peak.nbytes < 20 * 10 ** (power + 3)), "EB")
+    scale = 10 ** powers[unit]
     place = "on each GPU" if plan.layout.on_gpu else "of this machine"
-    where = f"{unit} (10^{9 if unit == 'GB' else 6} bytes) {place}"
+    where = f"{unit} (10^{powers[unit]} bytes) {place}"
     phases = plan.phases
 
     def row(name: str, values: list[float]) -> str:
@@ -214,6 +222,9 @@ def _answer(plan: Plan, command: str) -> list[str]:
         but = "; Orbit cannot run it yet (below)" if answer is Verdict.not_built else ""
         rows = [("fits", f"yes, {what}, with {left} left{where}{but}"), *_missing(plan, command)]
         rows += _how_far(plan, command)
+    if plan.host.memory and not plan.host.limit and plan.host.parts:
+        took, has = size(plan.host.nbytes), size(plan.host.memory)
+        rows.append(("host", f"memory.offload=swap takes {took} of the machine's own memory, which has {has}"))
     rows += [("note", text) for text in notes(plan, trains=trains)[:NOTES]]
     return _lines(rows)
 
@@ -271,7 +282,7 @@ def _remedies(plan: Plan, command: str) -> list[tuple[str, str]]:
 
 def _nothing_today(missing: list[str]) -> str:
     """No more than is known: without a trainer or an engine nothing can run, else only so much was tried."""
-    families = [thing for thing in missing if thing.endswith(" models")]
+    families = without_model(missing)
     return f"nothing, before there is {listed(families)}" if families else "none of the changes that were tried"
 
 

@@ -59,8 +59,9 @@ class Site:
         return a / ranks + b if row else a + b / ranks
 
 
-def check_targets(shape: ModelShape, adapter: AdapterConfig) -> None:
-    """Refuse what training would refuse: names that match nothing and layers that are not there. Raises ConfigError."""
+def check_targets(shape: ModelShape, adapter: AdapterConfig, name: str) -> None:
+    """Refuse what training would refuse of the model `name`: linears that match nothing and layers that are not there.
+    Raises ConfigError."""
     absent = [layer for layer in adapter.layers if not 0 <= layer < shape.layers]
     if absent:
         raise ConfigError(
@@ -69,11 +70,11 @@ def check_targets(shape: ModelShape, adapter: AdapterConfig) -> None:
         )
     linears = [w.name for w in shape.weights if w.category in ADAPTABLE and w.linear]
     experts = [ROLES[w.name] for w in shape.of(Category.experts)]
-    problem = f"which matches no linear of model type {shape.model_type}"
+    problem = f"which matches no linear of {shape.called(name)}"
     if shape.model_type in FAMILIES:
         facts = {"model_type": shape.model_type, "q_lora_rank": "q_b_proj" in linears}
         linears, experts = supported_targets(facts, adapter.kind)
-        problem = f"which the engine cannot serve as {adapter.kind} on model type {shape.model_type}"
+        problem = f"which the engine cannot serve as {adapter.kind} on {shape.called(name)}"
     check_names("targets", adapter.targets, list(dict.fromkeys(linears)), problem)
     check_names("expert_targets", adapter.expert_targets, list(dict.fromkeys(experts)), problem)
     found = sites(shape, adapter)

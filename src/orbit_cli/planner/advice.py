@@ -17,14 +17,14 @@ from orbit_cli.config.schema.system import Device, HardwareConfig
 from orbit_cli.engine.arguments import CPU_TOKENS
 from orbit_cli.models.families import FAMILIES as TRAINED
 from orbit_cli.planner.built import not_built
-from orbit_cli.planner.changes import Change, Harm, tried
-from orbit_cli.planner.largest import longest_response, response_values
+from orbit_cli.planner.changes import Change, Harm, merged, tried
+from orbit_cli.planner.largest import longest_response, pages, response_values
+from orbit_cli.planner.lengths import held_at_once
 from orbit_cli.planner.machine import gpu_machines, machine_of, whole_memory
 from orbit_cli.planner.part import size
 from orbit_cli.planner.plan import Plan
 
-PAGE = 4096  # caches are suggested in multiples of this many tokens
-SMALL_BLOCK, SMALL_RANK, SHORT_CHUNK, RUNNING = 16, 8, 128, (16, 4)
+SMALL_BLOCK, SMALL_RANK, SHORT_CHUNK = 16, 8, 128
 FEWEST = 128  # tokens: no response is suggested to be shorter
 HALF, LEAST = 2, 16  # shorter responses alone keep half of their length, together with other changes a 16th
 SPARE = 0.95  # a change that gains less than a 20th of the length is not needed for it
@@ -93,7 +93,7 @@ class _Search:
         harmless = [option for option in options if option.harm is Harm.none]
         forced = self._positions()
         if forced:
-            return self._first([forced]) or self._several([forced, *harmless]) if worst else None
+            return self._within_positions(forced, worst) if worst else None
         found = self._first(harmless) or self._several(harmless)
         if found or worst is Harm.none:
             return found
@@ -151,6 +151,8 @@ class _Search:
         for option in options:
             if "trainer.micro_batch_tokens" not in option.values and self._joins(chosen, option):
                 chosen.append(option)
+        if options and (smaller := self._smaller_cache()) and not any(change.cached for change in chosen):
+            chosen.append(smaller)
         plan = self.planned(chosen)
         if self.runnable and plan is not None and not_built(plan, trains=self.trains):
             return None  # whatever the length
@@ -163,17 +165,36 @@ class _Search:
                 chosen = without
         cut = self._cut(chosen, self._longest(chosen, int(tokens * SPARE), tokens))
         plan = self.accepted([*chosen, cut])
-        return Nearest(changes=[*chosen, cut], plan=plan) if plan is not None else None
+        return Nearest(changes=merged([*chosen, cut]), plan=plan) if plan is not None else None
+
+    def _smaller_cache(self) -> Change | None:
+        """A cache that is too small for what is wanted at once may yet be larger than shorter responses need."""
+        pool, running = self.plan.config.engine.max_total_tokens, self.plan.lengths.running
+        if pool is None:
+            return None
+        return Change(values={"engine.max_total_tokens": pool}, why="a cache for what is in flight", cached=running)
 
     def _longest(self, chosen: list[Change], least: int, most: int) -> int:
         plan = self.planned(chosen)
-        return longest_response(plan, trains=self.trains, least=least, most=most) if plan is not None else 0
+        if plan is None:
+            return 0
+        return longest_response(plan, trains=self.trains, least=least, most=most, cached=_cached(chosen))
 
     def _cut(self, chosen: list[Change], tokens: int) -> Change:
         """Responses of so many tokens, beside the chosen changes."""
         plan = self.planned(chosen) or self.plan
-        values = response_values(plan, tokens, trains=self.trains)
-        return Change(values=values, why="responses as long as fit", harm=Harm.lengths)
+        values = response_values(plan, tokens, trains=self.trains, cached=_cached(chosen))
+        why = "responses as long as fit" + " and a cache for them" * ("engine.max_total_tokens" in values)
+        return Change(values=values, why=why, harm=Harm.lengths)
+
+    def _within_positions(self, forced: Change, worst: Harm) -> Nearest | None:
+        """The search with lengths that the model has positions for: caches are sized for these."""
+        plan = self.planned([forced])
+        if plan is None:
+            return None
+        there = _Search(plan=plan, trains=self.trains, runnable=self.runnable)
+        found = Nearest(changes=[], plan=plan) if there.accepted([]) else there.fitting(worst)
+        return Nearest(changes=merged([forced, *found.changes]), plan=found.plan) if found is not None else None
 
     def _positions(self) -> Change | None:
         """Lengths that the model has positions for; prompts are shortened only where they alone are too long."""
@@ -205,13 +226,18 @@ class _Search:
         return plan is not None and len(not_built(plan, trains=self.trains)) > len(missing)
 
 
+def _cached(chosen: list[Change]) -> int:
+    """Sequences for which the chosen changes set the cache; 0 if none does."""
+    return next((change.cached for change in reversed(chosen) if change.cached), 0)
+
+
 def _moves(plan: Plan) -> Iterator[Change]:
     """Larger machines. What the config sets of its hardware by hand stays when another is named, so it is set again."""
     config, own = plan.config, plan.config.hardware
     file = machine_of(own.name)
     for name, hardware in larger_hardware(plan):
         values: dict[str, Any] = {"hardware": name}
-        for key in ("device", "gpus", "memory_mib"):
+        for key in ("device", "gpus", "memory_mib", "host_memory_mib"):
             by_hand = file is None or getattr(own, key) != getattr(file, key)
             if by_hand and getattr(own, key) != getattr(hardware, key):
                 values[f"hardware.{key}"] = getattr(hardware, key)
@@ -228,11 +254,13 @@ def _smaller_batches(plan: Plan) -> Iterator[Change]:
     config, counted = plan.config, plan.lengths
     on_gpu, pool = config.hardware.device is Device.cuda, config.engine.max_total_tokens
     pool = CPU_TOKENS if pool is None and not on_gpu else pool
-    needed = _pages(counted.in_flight)
+    needed, running = pages(held_at_once(config, counted.running)), counted.running
     if pool is not None and pool < counted.longest:
-        yield Change(values={"engine.max_total_tokens": needed}, why="a cache that holds a whole sequence")
+        why = "a cache that holds a whole sequence"
+        yield Change(values={"engine.max_total_tokens": needed}, why=why, cached=running)
     elif pool is None or pool > needed:
-        yield Change(values={"engine.max_total_tokens": needed}, why="a cache for what is in flight and no more")
+        why = "a cache for what is in flight and no more"
+        yield Change(values={"engine.max_total_tokens": needed}, why=why, cached=running)
     if not config.trainer.activation_checkpointing:
         yield Change(values={"trainer.activation_checkpointing": True}, why="recompute activations")
     if config.trainer.micro_batch_tokens > counted.longest:
@@ -241,11 +269,13 @@ def _smaller_batches(plan: Plan) -> Iterator[Change]:
         yield Change(values={"trainer.logprob_chunk_tokens": SHORT_CHUNK}, why="fewer logits at a time")
     if config.engine.mem_fraction_static < 0.9:
         yield Change(values={"engine.mem_fraction_static": 0.9}, why="let the engine reserve more of the GPU")
-    for running in RUNNING:
-        if counted.running > running and (pool or counted.in_flight) > running * counted.longest:
+    for power in reversed(range((counted.running - 1).bit_length())):  # the largest that is enough is the nearest
+        running = 1 << power
+        if (pool or counted.in_flight) > running * counted.longest:
             fewer = {"engine.max_running_requests": running}
-            fewer["engine.max_total_tokens"] = _pages(running * counted.longest)
-            yield Change(values=fewer, why="fewer sequences at once")
+            fewer["engine.max_total_tokens"] = pages(held_at_once(config, running))
+            why = f"{running} sequence{'s' * (running > 1)} at once instead of {counted.running}, so sampling is slower"
+            yield Change(values=fewer, why=why, cached=running)
     if config.engine.live_versions > 2:
         yield Change(values={"engine.live_versions": 2}, why="fewer adapter slots")
     if on_gpu and 1 <= config.engine.tensor_parallel < config.hardware.gpus:
@@ -267,9 +297,10 @@ def _less_learning(plan: Plan) -> Iterator[Change]:
 
 def _layouts(plan: Plan) -> Iterator[Change]:
     memory, shape, gpus = plan.config.memory, plan.model.shape, max(plan.config.hardware.gpus, 1)
+    away = {"memory.offload": Offload.none} if plan.host.limit else {}
     split = TrainerLayout.expert_parallel if shape.experts and shape.experts % gpus == 0 else TrainerLayout.sharded
-    if memory.colocated and not memory.shared_base and memory.offload is Offload.none:
-        values: dict[str, Any] = {"memory.shared_base": True}
+    if memory.colocated and not memory.shared_base and (memory.offload is Offload.none or away):
+        values: dict[str, Any] = {"memory.shared_base": True, **away}
         if memory.engine_layout is not EngineLayout.auto:
             values["memory.engine_layout"] = EngineLayout.auto
         if plan.config.engine.tensor_parallel != gpus:
@@ -277,13 +308,11 @@ def _layouts(plan: Plan) -> Iterator[Change]:
         if memory.trainer_layout is TrainerLayout.sharded:
             values["memory.trainer_layout"] = TrainerLayout.auto
         yield Change(values=values, why="one copy of the base")
+    if away:
+        yield Change(values=away, why="nothing waits in the machine's own memory")
     if gpus > 1 and plan.layout.trainer is TrainerLayout.replicated:
         yield Change(values={"memory.trainer_layout": split}, why="a trainer that splits its base")
     elif gpus > 1 and plan.layout.trainer is TrainerLayout.expert_parallel and not memory.shared_base:
         yield Change(values={"memory.trainer_layout": TrainerLayout.sharded}, why="a trainer that splits everything")
     if memory.colocated and memory.offload is Offload.none and not memory.shared_base and plan.layout.on_gpu:
         yield Change(values={"memory.offload": Offload.swap}, why="the copy that is not at work waits in host memory")
-
-
-def _pages(tokens: int) -> int:
-    return -(-tokens // PAGE) * PAGE

@@ -12,6 +12,8 @@ from orbit_cli.engine.targets import FAMILIES as SERVED
 from orbit_cli.models.families import FAMILIES as TRAINED
 from orbit_cli.planner.plan import Plan
 
+A_TRAINER, AN_ENGINE = "a trainer for", "an engine for"  # begin what is missing for a whole model type
+
 
 class Verdict(StrEnum):
     """The answer of a plan."""
@@ -39,9 +41,9 @@ def not_built(plan: Plan, *, trains: bool = True) -> list[str]:
     memory, layout, kind = plan.config.memory, plan.layout, plan.model.shape.model_type
     found = []
     if trains and kind not in TRAINED:
-        found.append(f"a trainer for {kind} models")
+        found.append(f"{A_TRAINER} {plan.called}")
     if kind not in SERVED:
-        found.append(f"an engine for {kind} models")
+        found.append(f"{AN_ENGINE} {plan.called}")
     if memory.trainer_layout in (TrainerLayout.expert_parallel, TrainerLayout.sharded) or (
         trains and layout.trainer is not TrainerLayout.replicated
     ):
@@ -61,6 +63,11 @@ def not_built(plan: Plan, *, trains: bool = True) -> list[str]:
     if memory.routing_replay:
         found.append("routing replay (memory.routing_replay)")
     return found
+
+
+def without_model(things: list[str]) -> list[str]:
+    """Of what is missing, the trainer and the engine without which nothing of this model type runs."""
+    return [thing for thing in things if thing.startswith((A_TRAINER, AN_ENGINE))]
 
 
 def listed(things: list[str]) -> str:

@@ -34,10 +34,26 @@ class Change:
     why: str
     harm: Harm = Harm.none
     implied: dict[str, Any] = field(default_factory=dict)  # what the config sets by itself when these are set
+    cached: int = 0  # sequences for which engine.max_total_tokens is set here; shorter responses need less of it
 
     @property
     def overrides(self) -> list[str]:
         return [f"{key}={_shown(value)}" for key, value in self.values.items()]
+
+
+def merged(chosen: list[Change]) -> list[Change]:
+    """The same changes without what a later one sets again.
+
+    >>> first, then = Change(values={"a.b": 2, "a.c": 1}, why=""), Change(values={"a.b": 1}, why="")
+    >>> [one.overrides for one in merged([first, then])]
+    [['a.c=1'], ['a.b=1']]
+    """
+    found: list[Change] = []
+    for number, change in enumerate(chosen):
+        later = {key for after in chosen[number + 1 :] for key in after.values}
+        values = {key: value for key, value in change.values.items() if key not in later}
+        found += [replace(change, values=values)] if values else []
+    return found
 
 
 def tried(plan: Plan, chosen: list[Change], *, trains: bool = True) -> Plan | None:
@@ -73,6 +89,8 @@ def _apply(config: OrbitConfig, chosen: list[Change]) -> OrbitConfig | None:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     return "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)

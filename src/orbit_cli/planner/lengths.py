@@ -36,19 +36,32 @@ class Lengths:
         return self.micro_prompts * self.micro_prompt + self.scored
 
 
-def check_evaluation(config: OrbitConfig, positions: int | None) -> None:
-    """Responses of an evaluation have a length of their own. Raises ConfigError if no sequence can be that long."""
-    wanted, prompt = config.evaluation.max_new_tokens, config.rollout.max_prompt_tokens
-    if wanted is None or not config.evaluation.prompts:
-        return
-    longest = prompt + wanted * config.environment.max_turns
-    pool = config.engine.max_total_tokens
-    for most, what in ((positions, "the model has positions"), (pool, "engine.max_total_tokens has room")):
-        if most is not None and longest > most:
+def check_evaluation(config: OrbitConfig, rooms: list[tuple[int | None, str]]) -> None:
+    """Responses of an evaluation have a length of their own. Raises ConfigError if no sequence can be that long.
+
+    `rooms` are (tokens that there is room for, None if that is not known; what has the room).
+    """
+    wanted, longest = config.evaluation.max_new_tokens, evaluated(config)
+    for most, what in rooms:
+        if longest and most is not None and longest > most:
             raise ConfigError(
-                f"evaluation.max_new_tokens={wanted:,} with prompts of up to {prompt:,} makes sequences of {longest:,} "
-                f"tokens, and {what} for {most:,}; set evaluation.max_new_tokens=null (as in training) or less"
+                f"evaluation.max_new_tokens={wanted} with prompts of up to {config.rollout.max_prompt_tokens:,} makes "
+                f"sequences of {longest:,} tokens, and {what} for {most:,}; set evaluation.max_new_tokens=null (as in "
+                "training) or less"
             )
+
+
+def evaluated(config: OrbitConfig) -> int:
+    """Tokens of the longest sequence of an evaluation that has a length of its own; 0 if it has none."""
+    wanted = config.evaluation.max_new_tokens if config.evaluation.prompts else None
+    return config.rollout.max_prompt_tokens + wanted * config.environment.max_turns if wanted else 0
+
+
+def held_at_once(config: OrbitConfig, running: int, response: int | None = None) -> int:
+    """Tokens that a cache must hold for so many sequences of training with `response` tokens each (None: the
+    config's) and, at another time, for one sequence of an evaluation."""
+    answer = response_tokens(config) if response is None else response
+    return max(running * (config.rollout.max_prompt_tokens + answer), evaluated(config))
 
 
 def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
@@ -105,7 +118,7 @@ def micro_batch(config: OrbitConfig, counted: Lengths) -> str:
     else:
         prompts = f"{counted.micro_prompts:,} prompts" if counted.micro_prompts > 1 else "one prompt"
         group = "" if config.rollout.group_size == 1 else "that share "
-        of = f"{samples:,} samples {group or 'of '}{prompts} of {counted.micro_prompt:,} tokens"
+        of = f"{samples:,} samples {group or 'of '}{prompts} of {_tokens(counted.micro_prompt)}"
     if counted.micro_response < response_tokens(config):
         of += f" with responses of {counted.micro_response:,}"
     elif samples == counted.share and counted.micro_prompt == config.rollout.max_prompt_tokens:
@@ -113,6 +126,10 @@ def micro_batch(config: OrbitConfig, counted: Lengths) -> str:
     if counted.longest > budget and samples == 1:
         return f"{of}, alone since it is longer than trainer.micro_batch_tokens={budget:,}"
     return f"{of}, what trainer.micro_batch_tokens={budget:,} lets in"
+
+
+def _tokens(number: int) -> str:
+    return f"{number:,} token{'s' * (number != 1)}"
 
 
 def adds_up(config: OrbitConfig, counted: Lengths) -> str:

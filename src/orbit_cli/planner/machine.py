@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import resource
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,23 +13,46 @@ import yaml
 from orbit_cli.config.locate import conf_dir, group_options
 from orbit_cli.config.schema.system import Device, HardwareConfig
 
-_CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+TORCH_MAPS = 3 * 10**9  # bytes of address space that `import torch` takes: 3.2 GB with the pinned 2.11.0, rounded down
 
 
-def host_memory() -> int | None:
-    """Bytes of memory of this machine, or of the container if that is less; None where Linux does not say."""
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory of this machine, or of the container or control group if that is less; None where Linux does
+    not say."""
     try:
-        total = int(re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024
+        total = int(re.search(r"MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text())[1]) * 1024
     except (OSError, TypeError):
         return None
-    for path in _CGROUP:
+    for path in _group_files(root):
         try:
-            limit = Path(path).read_text().strip()
+            limit = path.read_text().strip()
         except OSError:
             continue
         if limit.isdigit():
             total = min(total, int(limit))
     return total
+
+
+def _group_files(root: Path) -> Iterator[Path]:
+    """Where the limits of this process's control group and of those around it are, in both versions of Linux's groups;
+    inside a container the outermost is the container's own."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    groups = {kind: path for _, kind, path in (line.split(":", 2) for line in lines if line.count(":") >= 2)}
+    for kind, mount, name in (("", "", "memory.max"), ("memory", "memory", "memory.limit_in_bytes")):
+        top = root / "sys/fs/cgroup" / mount
+        own = top / groups.get(kind, "/").strip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(top):
+                yield folder / name
+
+
+def address_space() -> int | None:
+    """Bytes that this process may map (`ulimit -v`, prlimit --as); None if that is not limited."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 @cache

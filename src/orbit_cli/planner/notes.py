@@ -14,7 +14,8 @@ SHORTEST_S = 0.0005  # of a decoding step; below it other things count
 
 def notes(plan: Plan, *, trains: bool = True) -> list[str]:
     """Sentences for the person who reads the plan, the most important first."""
-    found = [*_folder_notes(plan), *_base_notes(plan), *_config_notes(plan, trains), *_costs(plan, trains)]
+    found = [*_folder_notes(plan), *_base_notes(plan), *_host_notes(plan), *_config_notes(plan, trains)]
+    found += _costs(plan, trains)
     if plan.phases[0].moment:
         found.append(f"of training the largest moment is counted, {plan.phases[0].moment}; the others need less")
     if plan.model.shape.of(Category.vision):
@@ -62,6 +63,16 @@ def _base_notes(plan: Plan) -> list[str]:
     if base > files:
         return [f"a base in {wanted} is larger than the {size(files)} of files, which hold fewer bits"]
     return []
+
+
+def _host_notes(plan: Plan) -> list[str]:
+    """What was not checked of the machine's own memory."""
+    if not plan.host.parts or plan.host.memory is not None:
+        return []
+    return [
+        f"memory.offload=swap takes {size(plan.host.nbytes)} of the machine's own memory, whose size is not known: set "
+        "hardware.host_memory_mib to have it checked"
+    ]
 
 
 def _config_notes(plan: Plan, trains: bool) -> list[str]:

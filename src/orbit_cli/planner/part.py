@@ -39,10 +39,10 @@ class Part:
 def size(nbytes: float) -> str:
     """Bytes for people, in powers of 1000.
 
-    >>> size(95_730_000_000), size(31_000_000)
-    ('95.7 GB', '31.0 MB')
+    >>> size(95_730_000_000), size(31_000_000), size(1.6e18)
+    ('95.7 GB', '31.0 MB', '1.6 EB')
     """
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+    for unit, scale in (("EB", 1e18), ("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.1f} {unit}"
     return f"{nbytes / 1e3:.0f} kB" if nbytes else "0"

@@ -15,6 +15,7 @@ from orbit_cli.config.schema.system import Device
 from orbit_cli.errors import ConfigError
 from orbit_cli.planner.adapters import Site, check_targets, served_sites, sites
 from orbit_cli.planner.checkpoint import own_config
+from orbit_cli.planner.host import Host, waiting
 from orbit_cli.planner.layout import Layout, decide
 from orbit_cli.planner.lengths import Lengths, check_evaluation, lengths
 from orbit_cli.planner.machine import host_memory
@@ -22,6 +23,7 @@ from orbit_cli.planner.model import Model, read_model
 from orbit_cli.planner.part import BASE, GIB, Part, Side, size
 from orbit_cli.planner.serving import Engine
 from orbit_cli.planner.training import Trainer
+from orbit_cli.planner.words import shown
 
 MIB = 1 << 20
 WORK = {"train": "training", "rollout": "sampling"}  # what a phase is called in sentences
@@ -68,11 +70,18 @@ class Plan:
     cache_bytes_per_token: float  # on one GPU
     adapted: Adapted
     adapter_parameters: int
+    cache_room: tuple[int | None, str] = (None, "")  # tokens that the cache is set to hold, and what sets that
+    host: Host = Host()  # what memory.offload puts into the machine's own memory
     limits: list[str] = field(default_factory=list)  # one sentence each; empty: it fits
 
     @property
     def fits(self) -> bool:
         return not self.limits
+
+    @property
+    def called(self) -> str:
+        """The model as the person named it, with the type that its files have."""
+        return self.model.shape.called(self.config.model.name)
 
     @property
     def peak(self) -> Phase:
@@ -101,7 +110,6 @@ def make_plan(
     memory = config.hardware.memory_mib * MIB if config.hardware.memory_mib else None if on_gpu else host_memory()
     layout = decide(config, model.shape, model.base_bytes, memory)
     spread = trains and layout.trainer is not TrainerLayout.replicated  # whole copies may each take a whole micro-batch
-    check_evaluation(config, model.shape.longest or None)
     counted = lengths(config, layout.trainer_gpus if spread else 1)
     shared = {
         "config": config,
@@ -111,6 +119,7 @@ def make_plan(
         "dtype_bytes": dtype_bytes(config),
     }
     trainer, engine = Trainer(**shared, sites=adapted.trained), Engine(**shared, sites=adapted.served, memory=memory)
+    check_evaluation(config, [(model.shape.longest or None, "the model has positions"), engine.cache_room()])
     plan = Plan(
         config=config,
         model=model,
@@ -122,6 +131,8 @@ def make_plan(
         cache_bytes_per_token=engine.token_bytes()[0],
         adapted=adapted,
         adapter_parameters=sum(site.trained(config.adapter) for site in adapted.trained),
+        cache_room=engine.set_room(),
+        host=_host(config, layout, trainer, engine) if trains else Host(),
     )
     plan.limits.extend(_limits(plan, engine))
     return plan
@@ -130,7 +141,7 @@ def make_plan(
 def _check_targets(config: OrbitConfig, model: Model) -> None:
     """Refuse adapter targets that training would refuse. Raises ConfigError, which names the model's own config."""
     try:
-        check_targets(model.shape, config.adapter)
+        check_targets(model.shape, config.adapter, config.model.name)
     except ConfigError as error:
         better = own_config(config.model)
         if better is None:
@@ -175,6 +186,14 @@ def _phases(config: OrbitConfig, layout: Layout, trainer: Trainer, engine: Engin
         Phase(name="train", parts=[*trained, *passing, *waiting_engine], moment=moment),
         Phase(name="rollout", parts=[*waiting_trainer, *served, *sampling]),
     ]
+
+
+def _host(config: OrbitConfig, layout: Layout, trainer: Trainer, engine: Engine) -> Host:
+    if config.memory.offload is not Offload.swap or not (layout.on_gpu and layout.colocated):
+        return Host()
+    mib = config.hardware.host_memory_mib
+    parts = waiting(layout, {Side.trainer: trainer.base(), Side.engine: engine.base()})
+    return Host(parts=parts, memory=mib * MIB if mib else None)
 
 
 def _cached(passing: list[Part], side: Side, work: str) -> Part:
@@ -244,7 +263,7 @@ def _culprit(phase: Phase) -> str:
             f"{size(bases[Side.engine])} for the engine"
         )
     largest = max(phase.parts, key=lambda part: part.nbytes)
-    return f"the largest part is the {largest.side}'s {largest.name}, {size(largest.nbytes)}"
+    return f"the largest part is the {largest.side}'s {shown(largest.name)}, {size(largest.nbytes)}"
 
 
 def _limits(plan: Plan, engine: Engine) -> list[str]:
@@ -260,12 +279,14 @@ def _limits(plan: Plan, engine: Engine) -> list[str]:
                 f"({size(nbytes - plan.budget)} too little)" + (f"; {why}" if why != said else "")
             )
             said = why
+    if plan.host.limit:
+        found.append(plan.host.limit)
     config, counted = plan.config, plan.lengths
-    pool = config.engine.max_total_tokens
-    if pool is not None and pool < counted.longest:
+    room, has_room = plan.cache_room
+    if room is not None and room < counted.longest:
         found.append(
-            f"engine.max_total_tokens={pool:,} holds no whole sequence of {counted.longest:,} tokens "
-            "(rollout.max_prompt_tokens + max_new_tokens)"
+            f"the cache holds no whole sequence of {counted.longest:,} tokens (rollout.max_prompt_tokens + "
+            f"max_new_tokens): {has_room} for {room:,}"
         )
     if plan.layout.on_gpu and plan.memory:
         static = sum(

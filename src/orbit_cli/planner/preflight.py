@@ -19,6 +19,7 @@ from orbit_cli.planner.built import listed, not_built
 from orbit_cli.planner.checkpoint import facts_of
 from orbit_cli.planner.families import FAMILIES
 from orbit_cli.planner.gpus import Gpu, usable_gpus
+from orbit_cli.planner.machine import TORCH_MAPS, address_space
 from orbit_cli.planner.part import size
 from orbit_cli.planner.plan import MIB, WORK, Plan, make_plan
 from orbit_cli.planner.today import plan_command, runs_today, still_missing
@@ -39,6 +40,8 @@ def preflight(config: OrbitConfig, *, command: str, overrides: Sequence[str] | N
     if lacks_files and model.repository is None:
         raise ConfigError("model.source=checkpoint needs model.path; set it to a Hugging Face checkpoint folder")
     checked = config.memory.preflight
+    if checked:
+        require_address_space(address_space())
     plan = _plan(config, trains) if checked or lacks_files else None
     if plan is not None and checked:
         _refuse_not_built(plan, command, overrides)
@@ -52,6 +55,15 @@ def preflight(config: OrbitConfig, *, command: str, overrides: Sequence[str] | N
     if plan is not None:
         _require_memory(plan, found or [], command, overrides)
     return plan
+
+
+def require_address_space(limit: int | None) -> None:
+    """Refuse a process that may map less than PyTorch's libraries take (None: no limit). Raises ConfigError."""
+    if limit is not None and limit < TORCH_MAPS:
+        raise ConfigError(
+            f"this process may map {size(limit)} of address space (ulimit -v), and PyTorch's libraries alone take more "
+            f"than {size(TORCH_MAPS)}; lift the limit with `ulimit -v unlimited`"
+        )
 
 
 def require_gpus(config: OrbitConfig, found: int | None) -> None:
@@ -83,8 +95,14 @@ def _refuse_not_built(plan: Plan, command: str, overrides: Sequence[str] | None)
         then = f"{_shown(command, overrides)} shows what it will take"
     raise ConfigError(
         f"Orbit cannot {VERBS[command]} {config.model.name} on {config.hardware.name} yet: it needs "
-        f"{listed(still_missing(plan, trains=trains))}; {then}"
+        f"{listed(still_missing(plan, trains=trains))}{_nor_fits(plan)}; {then}"
     )
+
+
+def _nor_fits(plan: Plan) -> str:
+    """That it would not fit either, to be added to what is not built; empty if it would."""
+    reason = _too_large(plan)
+    return f"; and it would not fit either: {reason}" if reason else ""
 
 
 def _refuse_too_large(plan: Plan, command: str, overrides: Sequence[str] | None) -> None:

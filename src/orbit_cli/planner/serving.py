@@ -12,6 +12,7 @@ from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import AdapterKind
 from orbit_cli.config.schema.memory import EngineLayout
 from orbit_cli.engine.arguments import CPU_TOKENS
+from orbit_cli.errors import ConfigError
 from orbit_cli.planner.adapters import Site
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
@@ -91,7 +92,7 @@ class Engine:
             pool = tokens or CPU_TOKENS
             formula = f"{pool:,} tokens x {each:,.0f} B ({why})"
             return [Part(name="KV cache", side=Side.engine, nbytes=round(pool * each), formula=formula)]
-        state = self.shape.cache.sequence_bytes * (self.config.engine.max_running_requests + 2)
+        state = self._state_bytes()
         if tokens is None:
             return [*self._state(state), self._open_cache(held + state, each, why)]
         part = Part(
@@ -101,6 +102,27 @@ class Engine:
             formula=f"engine.max_total_tokens={tokens:,} x {each:,.0f} B ({why})",
         )
         return [*self._state(state), part]
+
+    def cache_room(self) -> tuple[int | None, str]:
+        """Tokens of the cache as a run has it, and what gives them the room; None where that is not known, or where the
+        rest of the plan says already that there is too little."""
+        if self.set_room()[0] is not None or not self.memory:
+            return self.set_room()
+        fraction = self.config.engine.mem_fraction_static
+        held = sum(part.nbytes for part in (*self.base(), *self.slots())) + self._state_bytes()
+        tokens = int((self.memory * fraction - held) / self.token_bytes()[0])
+        what = f"the cache (what base and slots leave of engine.mem_fraction_static={fraction:g}) has room"
+        return (None if tokens < self.lengths.longest else tokens), what
+
+    def set_room(self) -> tuple[int | None, str]:
+        """As `cache_room` where the number of tokens is set; None where it is what the GPU has left."""
+        tokens = self.config.engine.max_total_tokens
+        if tokens is None and not self.layout.on_gpu:
+            return CPU_TOKENS, "engine.max_total_tokens is not set, and then a CPU's cache has room"
+        return tokens, "engine.max_total_tokens has room"
+
+    def _state_bytes(self) -> int:
+        return self.shape.cache.sequence_bytes * (self.config.engine.max_running_requests + 2)
 
     def _state(self, nbytes: int) -> list[Part]:
         each, running = self.shape.cache.sequence_bytes, self.config.engine.max_running_requests
@@ -153,7 +175,7 @@ class Engine:
                 side=Side.engine,
                 nbytes=chunk * (6 * stream + inner) * each + logits,
                 formula=f"{chunk:,} tokens x (6 x {stream:,} hidden + {inner:,} in the widest layer) x {each} B + "
-                f"logits of {self.lengths.running} sequences x {self.shape.vocabulary:,} words x 12 B",
+                f"logits of {self.lengths.running:,} sequences x {self.shape.vocabulary:,} words x 12 B",
             )
         ]
 
@@ -161,7 +183,12 @@ class Engine:
         """Tokens of one prefill pass; a value of 0 or below lets a whole batch through."""
         given = self.config.engine.extra.get("chunked_prefill_size")
         if given is not None:
-            return int(given) if int(given) > 0 else self.lengths.in_flight
+            if not isinstance(given, int) or isinstance(given, bool):
+                raise ConfigError(
+                    f"engine.extra.chunked_prefill_size={given} is no whole number; set for example 8192, or -1 for "
+                    "prompts in one piece"
+                )
+            return given if given > 0 else self.lengths.in_flight
         if not self.layout.on_gpu:
             return CPU_PREFILL
         below = [tokens for gib, tokens in PREFILL_TOKENS if self.memory and self.memory < gib * GIB]

@@ -137,6 +137,10 @@ class ModelShape:
     def of(self, category: Category) -> tuple[Weight, ...]:
         return tuple(weight for weight in self.weights if weight.category is category)
 
+    def called(self, name: str) -> str:
+        """A model as the person named it, with the type that its files have where that is another."""
+        return name if name == self.model_type else f"{name} (model type {self.model_type})"
+
     @property
     def widest(self) -> int:
         """Numbers of one token in the widest tensors inside a layer, in PyTorch's path."""

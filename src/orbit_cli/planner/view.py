@@ -7,7 +7,13 @@ from typing import Any
 from orbit_cli.planner.advice import nearest_fit
 from orbit_cli.planner.built import Verdict, not_built, verdict
 from orbit_cli.planner.changes import Change
-from orbit_cli.planner.largest import largest_micro_batch, longest_response, response_values, sequences_at_once
+from orbit_cli.planner.largest import (
+    largest_micro_batch,
+    longest_limit,
+    longest_response,
+    response_values,
+    sequences_at_once,
+)
 from orbit_cli.planner.notes import notes
 from orbit_cli.planner.plan import Plan, dtype_bytes
 from orbit_cli.planner.today import runs_today
@@ -61,8 +67,17 @@ def to_json(plan: Plan, *, command: str = "train") -> dict[str, Any]:
             }
             for phase in plan.phases
         },
+        "host": {
+            "memory_bytes": plan.host.memory,
+            "total_bytes": plan.host.nbytes,
+            "parts": {part.key: part.nbytes for part in plan.host.parts},
+            "formulas": {part.key: part.formula for part in plan.host.parts},
+        }
+        if plan.host.parts
+        else None,
         "longest_response_tokens": (longest_response(plan, trains=trains) or None) if known else None,
         "longest_response_overrides": _longest(plan, trains) if known else [],
+        "longest_response_limit": _longest_limit(plan, trains) if known else None,
         "largest_micro_batch_tokens": (largest_micro_batch(plan) or None) if known and trains else None,
         "sequences_at_once": sequences_at_once(plan) if known else None,
         "notes": notes(plan, trains=trains),
@@ -95,8 +110,10 @@ KEYS = (
     "certain_bytes",
     "layout",
     "phases",
+    "host",
     "longest_response_tokens",
     "longest_response_overrides",
+    "longest_response_limit",
     "largest_micro_batch_tokens",
     "sequences_at_once",
     "notes",
@@ -107,6 +124,11 @@ def _longest(plan: Plan, trains: bool) -> list[str]:
     """What to set for the longest response; empty if none fits."""
     tokens = longest_response(plan, trains=trains)
     return Change(values=response_values(plan, tokens, trains=trains), why="").overrides if tokens else []
+
+
+def _longest_limit(plan: Plan, trains: bool) -> str | None:
+    tokens = longest_response(plan, trains=trains)
+    return longest_limit(plan, tokens, trains=trains) if tokens else None
 
 
 def refused_json(reason: str, *, command: str = "train") -> dict[str, Any]:

@@ -31,11 +31,11 @@ WORDS = {
     "CUDA context": ("CUDA context", "what the driver needs for one process"),
     "prefill and sampling": ("reading prompts, sampling", "activations of one chunk of prompts, logits of one step"),
     "kept by the allocator after training": (
-        "training's peak, not given back",
+        "peak of training, not given back",
         "PyTorch keeps freed memory for its own process, so it is in both columns",
     ),
     "kept by the allocator after sampling": (
-        "sampling's peak, not given back",
+        "peak of sampling, not given back",
         "PyTorch keeps freed memory for its own process, so it is in both columns",
     ),
     "libraries": ("libraries", "a process before it holds anything of the model"),

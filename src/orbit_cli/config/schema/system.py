@@ -142,11 +142,14 @@ class HardwareConfig:
     """Bandwidth of a GPU to the others in GB/s, both directions together (NVLink); null: it is alone, or unknown."""
     host_gb_s: float | None = None
     """Bandwidth of a GPU to the machine's memory in GB/s, one direction (PCIe); null: unknown."""
+    host_memory_mib: int | None = None
+    """Memory of the machine itself, not of its GPUs, in MiB; held against what memory.offload puts there; null:
+    unknown."""
     threads: int | None = None
     """CPU threads of trainer and engine each (they take turns); null: all cores."""
 
     def __post_init__(self) -> None:
-        bounds.at_least(self, "hardware", 1, "memory_mib", "threads")
+        bounds.at_least(self, "hardware", 1, "memory_mib", "host_memory_mib", "threads")
         bounds.at_least(self, "hardware", 1 if self.device is Device.cuda else 0, "gpus")
         for name in ("bandwidth_gb_s", "link_gb_s", "host_gb_s"):
             value = getattr(self, name)
