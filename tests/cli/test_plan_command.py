@@ -16,6 +16,11 @@ KIMI = "kimi_k26 (model type kimi_k25)"
 SMALL_SHARE = "engine.mem_fraction_static=0.13"
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 def orbit(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["orbit", *arguments])
     with pytest.raises(SystemExit) as ended:
