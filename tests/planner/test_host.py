@@ -22,6 +22,8 @@ def test_both_bases_of_all_gpus_are_counted() -> None:
     for elsewhere in (SWAP[:-1], ("model=tiny_moe", "memory.offload=swap")):  # on a CPU nothing is brought away
         assert planned(*elsewhere).host.nbytes == 0
     assert planned(*SWAP, trains=False).host.nbytes == 0
+    apart = planned("model=qwen3_4b", "hardware=h200x8", "memory.colocated=false", SWAP[-1], "engine.tensor_parallel=4")
+    assert apart.host.nbytes == 0 and not any("host memory" in note for note in notes(apart))
 
 
 def test_unknown_is_a_note() -> None:

@@ -264,6 +264,14 @@ def test_a_process_that_may_not_map_its_libraries_is_told_in_one_sentence(monkey
             preflight(config, command="train")
 
 
+@pytest.mark.parametrize("command", [("train",), ("sync-test",), ("quantize", "smollm2", "nowhere"), ("eval",)])
+def test_every_command_that_loads_torch_says_so(command: tuple[str, ...]) -> None:
+    shell = f"ulimit -v 2000000 && exec {sys.executable} -m orbit_cli {shlex.join(command)}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("orbit: this process may map 2.0 GB"), done.stderr[-500:]
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_limit_of_this_process_is_read() -> None:
     code = "from orbit_cli.planner.machine import address_space; print(address_space())"
     shell = f"ulimit -v 4000000 && exec {sys.executable} -c {shlex.quote(code)}"

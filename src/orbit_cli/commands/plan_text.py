@@ -270,7 +270,7 @@ def _remedies(plan: Plan, command: str) -> list[tuple[str, str]]:
     trains = command == "train"
     nearest = nearest_fit(plan, trains=trains)
     if nearest is None:
-        return [("nearest", "nothing in reach makes it fit: choose a smaller model")]
+        return [("nearest", "nothing in reach makes it fit: choose a smaller model"), *_missing(plan, command)]
     rows = _advice("nearest", nearest)
     missing = not_built(nearest.plan, trains=trains)
     if missing:

@@ -30,6 +30,9 @@ def quantize(
         if "=" in given.name and not given.exists():
             raise UserError(f"{given} is an override, but SOURCE and OUTPUT come first: orbit quantize SOURCE OUTPUT")
     config = load_config(overrides, cfg)
+    from orbit_cli.planner.preflight import require_address_space
+
+    require_address_space()
     from orbit_cli.commands.quantize_progress import QuantizeProgress, report_text
     from orbit_cli.quantization.convert import quantize_checkpoint
 

@@ -17,6 +17,9 @@ def sync_test(overrides: Overrides = None, cfg: Cfg = None) -> None:
     orbit sync-test sync.inject=withhold      see it fail on purpose
     """
     config = load_config(overrides, cfg)
+    from orbit_cli.planner.preflight import require_address_space
+
+    require_address_space()
     from orbit_cli.commands.tables import sync_table
     from orbit_cli.runs.sync_test import sync_test as run_sync_test
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orbit_cli.config.schema.memory import Offload, TrainerLayout
+from orbit_cli.config.schema.memory import TrainerLayout
 from orbit_cli.planner.checkpoint import own_config
 from orbit_cli.planner.part import BASE, Side, size
 from orbit_cli.planner.plan import Phase, Plan
@@ -27,7 +27,7 @@ def notes(plan: Plan, *, trains: bool = True) -> list[str]:
 def _costs(plan: Plan, trains: bool) -> list[str]:
     """How long moving bytes takes at least."""
     found, hardware, rollout = [], plan.config.hardware, plan.phases[-1]
-    if plan.config.memory.offload is Offload.swap and hardware.host_gb_s and trains:
+    if plan.host.parts and hardware.host_gb_s:
         moved = _base(plan.phases[0], Side.trainer) + _base(rollout, Side.engine)
         found.append(
             f"each step moves {size(moved)} per GPU to or from host memory twice: at least "

@@ -41,7 +41,7 @@ def preflight(config: OrbitConfig, *, command: str, overrides: Sequence[str] | N
         raise ConfigError("model.source=checkpoint needs model.path; set it to a Hugging Face checkpoint folder")
     checked = config.memory.preflight
     if checked:
-        require_address_space(address_space())
+        require_address_space()
     plan = _plan(config, trains) if checked or lacks_files else None
     if plan is not None and checked:
         _refuse_not_built(plan, command, overrides)
@@ -57,8 +57,9 @@ def preflight(config: OrbitConfig, *, command: str, overrides: Sequence[str] | N
     return plan
 
 
-def require_address_space(limit: int | None) -> None:
-    """Refuse a process that may map less than PyTorch's libraries take (None: no limit). Raises ConfigError."""
+def require_address_space() -> None:
+    """Refuse a process that may map less than PyTorch's libraries take. Raises ConfigError."""
+    limit = address_space()
     if limit is not None and limit < TORCH_MAPS:
         raise ConfigError(
             f"this process may map {size(limit)} of address space (ulimit -v), and PyTorch's libraries alone take more "
