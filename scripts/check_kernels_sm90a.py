@@ -25,8 +25,18 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-from orbit_kernels import grouped, hopper_forward, hopper_gradient, lora_sweep, rotation, routing  # noqa: E402
-from orbit_kernels.expert_layer import PROJECTIONS, expert_layer  # noqa: E402
+from orbit_kernels import (  # noqa: E402
+    grouped,
+    hopper_few,
+    hopper_forward,
+    hopper_gradient,
+    lora_sweep,
+    permute,
+    rotation,
+    routing,
+    swiglu,
+)
+from orbit_kernels.expert_layer import PROJECTIONS, expert_layer, serve_expert_layer  # noqa: E402
 from orbit_kernels.experts import ExpertAdapters, StackedAdapter  # noqa: E402
 from orbit_kernels.routing import row_tiles  # noqa: E402
 
@@ -62,6 +72,8 @@ def compile_only() -> list:
     JITFunction.run = warm
     grouped.multiprocessors = lambda: 132
     grouped.unsupported = lambda _: None  # the weights lie on a CPU
+    for module in (hopper_few, permute, routing, swiglu):
+        module.chained = lambda: {"CHAINED": True, "launch_pdl": True}
     routing.RANKED_ROWS = 0  # PyTorch routes, since what no kernel wrote would be read as places of rows
     return compiled
 
@@ -117,6 +129,11 @@ def written(instruction: str) -> set[int]:
     return set(range(int(first[1]), int(first[1]) + count)) if first else set()
 
 
+def ends_group(line: str) -> bool:
+    """Whether an instruction is the last product of those that are waited for together."""
+    return "HGMMA" in line and "gsb0" in line
+
+
 def reused(loop: list[str]) -> list[str]:
     """Instructions that overwrite a left operand before the wait that covers its product."""
     found = []
@@ -124,10 +141,11 @@ def reused(loop: list[str]) -> list[str]:
         product = re.search(r"HGMMA\S* R\d+, R(\d+),", line)
         if product is None:
             continue
-        operand, later = set(range(int(product[1]), int(product[1]) + 4)), 0
+        operand = set(range(int(product[1]), int(product[1]) + 4))
+        later = 0 if ends_group(line) else -1  # groups of products that were closed after this one's own
         for step in range(1, len(loop)):
             other = loop[(position + step) % len(loop)]
-            later += "HGMMA" in other
+            later += ends_group(other)
             wait = re.search(r"DEPBAR.LE gsb0, 0x([0-9a-f]+)", other)
             if wait and int(wait[1], 16) <= later:
                 break
@@ -168,6 +186,16 @@ def calls(fmt: str, tile: int):
     narrow = torch.zeros(ROWS, 32 * parts, dtype=torch.bfloat16)
     matrices = [torch.zeros(2, *size, dtype=torch.bfloat16) for size in ((OUTPUTS // parts, 32), (32, INPUTS))]
     lows = [grouped.LowRank(rows=narrow, matrices=(own,) * parts) for own in matrices]
+    if fmt in ("int4", "mxfp4") and tile <= grouped.FEW:
+        tiles = row_tiles(offsets, ROWS, tile)
+        for low, name in ((None, ""), (lows[0], " + low")):
+            for block in (hopper_few.SHORT, hopper_few.TALL):
+                yield (
+                    f"few, {block.rows} rows{name}",
+                    lambda own=(low, 1, block): hopper_few.forward(x, weight, dy, tiles, offsets, 0, 132, *own),
+                )
+    if tile < 16:
+        return
     yield "forward", lambda: grouped.grouped_forward(x, weight, offsets, tile=tile)
     yield "gradient", lambda: grouped.grouped_input_gradient(dy, weight, offsets, tile=tile)
     yield "forward + low", lambda: grouped.grouped_forward(x, weight, offsets, tile=tile, low=lows[0])
@@ -204,6 +232,10 @@ def layer_calls():
         x = torch.zeros(ROWS, INPUTS, dtype=torch.bfloat16, requires_grad=True)
         expert_layer(x, ids, weights, w13, w2, found).sum().backward()
 
+    for tokens in (1, 16, ROWS):
+        x = torch.zeros(tokens, INPUTS, dtype=torch.bfloat16)
+        arguments = x, ids[:tokens].int(), weights[:tokens], w13, w2
+        yield f"served, {tokens}", lambda arguments=arguments: serve_expert_layer(*arguments)
     for crowded in (False, True):
         rotation._crowded = lambda _, crowded=crowded: crowded
         lora_sweep.MANY = 0 if crowded else ROWS
@@ -216,7 +248,7 @@ def layer_calls():
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--formats", nargs="+", default=["int4", "mxfp4", "nvfp4", "fp8", "bf16"])
-    parser.add_argument("--tiles", nargs="+", type=int, default=[16, 128])
+    parser.add_argument("--tiles", nargs="+", type=int, default=[8, 16, 32, 128])
     options = parser.parse_args()
     compiled = compile_only()
     failures = 0

@@ -22,8 +22,9 @@ from orbit_kernels import lora
 from orbit_kernels.chunked import BUDGET, elapsed_ms, fastest
 from orbit_kernels.expert_passes import Passes
 from orbit_kernels.experts import ExpertAdapters, StackedAdapter
-from orbit_kernels.grouped import PackedExperts
-from orbit_kernels.routing import Routing, route, row_tiles
+from orbit_kernels.grouped import PackedExperts, forward_tile
+from orbit_kernels.permute import dispatch_rows
+from orbit_kernels.routing import Routing, route
 
 PROJECTIONS = ("gate", "up", "down")
 TENSORS = ("rotation", "lora_a", "lora_b")
@@ -95,14 +96,17 @@ def serve_expert_layer(
     token uses. Rows are sorted by (expert, slot), so the adapters see groups of one version while the products with the
     base run over whole experts. An id of -1 is a slot of padding: its output is undefined. A CUDA graph may capture it.
     """
-    groups = expert_ids
-    if slots > 1:
-        groups = expert_ids * slots + token_slot[: x.shape[0], None].to(expert_ids.dtype)
-    routing = route(groups, w13.shape[0] * slots)
     stacks = [(getattr(adapter, name) if adapter else None) or StackedAdapter() for name in PROJECTIONS]
-    tiles = row_tiles(routing.offsets, routing.rows, lora.ROWS)
-    passes = Passes(w13, w2, *stacks, routing, tiles, limit, slots)
-    h, _ = passes.hidden(x.contiguous())
+    x, rows = x.contiguous(), None
+    if slots == 1 and all(stack.rotation is None and stack.lora_a is None for stack in stacks[:2]):
+        size = forward_tile(w13, expert_ids.numel())
+        routing, rows = dispatch_rows(x, expert_ids, w13.shape[0], size, w13.in_fragment_order)
+    else:
+        if slots > 1:
+            expert_ids = expert_ids * slots + token_slot[: x.shape[0], None].to(expert_ids.dtype)
+        routing = route(expert_ids, w13.shape[0] * slots)
+    passes = Passes(w13, w2, *stacks, routing, limit, slots)
+    h, _ = passes.hidden(x, rows)
     return passes.output(h, weights.contiguous())[0]
 
 
@@ -117,7 +121,6 @@ def _passes(base, fmt, flat, scalings, routing, limit, chunk_budget) -> Passes:
         PackedExperts(packed=w2, scale=w2_scale, fmt=fmt, global_scale=w2_global),
         *stacks,
         routing,
-        row_tiles(routing.offsets, routing.rows, lora.ROWS),
         limit,
         chunk_budget=chunk_budget,
     )

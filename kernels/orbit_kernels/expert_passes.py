@@ -17,7 +17,14 @@ from torch import Tensor
 from orbit_kernels import lora, rotation
 from orbit_kernels.chunked import chunked_product
 from orbit_kernels.experts import StackedAdapter
-from orbit_kernels.grouped import LowRank, PackedExperts, grouped_forward, grouped_input_gradient
+from orbit_kernels.grouped import (
+    LowRank,
+    PackedExperts,
+    forward_tile,
+    grouped_forward,
+    grouped_input_gradient,
+    token_tile,
+)
 from orbit_kernels.lora_sweep import project_gathered, sweep, sweeps
 from orbit_kernels.permute import combine_rows, gather_rows
 from orbit_kernels.routing import Routing, Tiles
@@ -34,14 +41,16 @@ class Passes:
     up: StackedAdapter
     down: StackedAdapter
     routing: Routing
-    tiles: Tiles
     limit: float | None
     groups: int = 1  # of `routing` per expert
     chunk_budget: int = 0
 
-    def hidden(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(h [R, 2 I] with the adapters of gate and up, their low [R, 2 r] = x A^T or [R, 0])."""
-        ordered, rows, low = self._ordered(self.w13), None, None
+    def hidden(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(h [R, 2 I] with the adapters of gate and up, their low [R, 2 r] = x A^T or [R, 0]).
+
+        `rows` [R, H] are those of x, if no adapter is to see them and they are gathered already.
+        """
+        ordered, low = self._ordered(self.w13), None
         if self._split:
             rows = rotation.rotate_rows(x, self._turns(), self.routing, self.tiles, gather=True, in_order=ordered)
         if self._low_ranks:
@@ -198,9 +207,14 @@ class Passes:
         return lora.padded(self.down.lora_a, 1, rank), lora.padded(self.down.lora_b, 2, rank)
 
     @property
+    def tiles(self) -> Tiles:
+        """Of the adapters' kernels: each has the matrices of one group."""
+        return self.routing.tiles(lora.ROWS)
+
+    @property
     def _offsets(self) -> Tensor:
         """int32 [E + 1]: where each expert's rows begin."""
-        return self.routing.offsets if self.groups == 1 else self.routing.offsets[:: self.groups].contiguous()
+        return self.routing.of_every(self.groups).offsets
 
     def _ordered(self, weight: PackedExperts) -> bool:
         """Whether `_product` reads its rows in fragment order."""
@@ -214,10 +228,14 @@ class Passes:
                 own, to = low.chunk(len(matrices), 1)[part], y.chunk(len(matrices), 1)[part]
                 lora.expand(own, matrix.transpose(1, 2), self.routing, to, self.tiles)
             return y
+        size = forward_tile(weight, self.routing.rows, matrices is not None)
         if matrices is None:
-            return grouped_forward(rows, weight, self._offsets, split=split)
-        added = self._added(low, matrices)  # tiles within a version, each with matrices of its own
-        return grouped_forward(rows, weight, self.routing.offsets, split=split, low=added, slots=self.groups)
+            whole = self.routing.of_every(self.groups)
+            return grouped_forward(rows, weight, whole.offsets, split=split, tiles=whole.tiles(size))
+        added, tiles = self._added(low, matrices), self.routing.tiles(size)  # a tile has matrices of one version
+        return grouped_forward(
+            rows, weight, self.routing.offsets, split=split, low=added, slots=self.groups, tiles=tiles
+        )
 
     def _product_gradient(self, rows, weight: PackedExperts, matrices=None, low=None, split: bool = False) -> Tensor:
         """rows W + low matrices, with low [R, P r] and a matrix [E, r, K] for each part."""
@@ -227,7 +245,8 @@ class Passes:
                 lora.expand(low.chunk(len(matrices), 1)[part], matrix, self.routing, dx, self.tiles)
             return dx
         added = None if matrices is None else self._added(low, matrices)
-        return grouped_input_gradient(rows, weight, self._offsets, split=split, low=added)
+        tiles = self.routing.tiles(token_tile(self.routing.rows, weight.shape[0]))
+        return grouped_input_gradient(rows, weight, self._offsets, split=split, low=added, tiles=tiles)
 
     @staticmethod
     def _added(low: Tensor, matrices) -> LowRank:

@@ -29,10 +29,11 @@ def _int4_pair(out: str, word: str, nibble: int) -> str:
 
 
 def _e2m1_pair(out: str, word: str, nibble: int) -> str:
-    magnitude = ("shl.b32 a, {}, 6;", "shl.b32 a, {}, 2;", "shr.b32 a, {}, 2;", "shr.b32 a, {}, 6;")[nibble]
-    sign = f"shl.b32 b, {word}, {12 - 4 * nibble};" if nibble < 3 else f"mov.b32 b, {word};"
-    join = f"and.b32 a, a, 0x01c001c0; lop3.b32 {out}, b, 0x80008000, a, {_MASKED_OR};"
-    return f"{magnitude.format(word)} {sign} {join} mul.rn.bf16x2 {out}, {out}, z;"
+    """One product puts the sign and the magnitude in their places, and copies of them where the mask is zero."""
+    shift = f"shr.b32 b, {word}, 8;" if nibble >= 2 else f"mov.b32 b, {word};"
+    mask, factor = (("0x000f000f", 4096 + 64), ("0x00f000f0", 256 + 4))[nibble % 2]
+    place = f"and.b32 a, b, {mask}; mul.lo.u32 a, a, {factor}; and.b32 {out}, a, 0x81c081c0;"
+    return f"{shift} {place} mul.rn.bf16x2 {out}, {out}, z;"
 
 
 def _asm(pair, constant: str, load: str, outputs: str) -> tl.constexpr:

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from orbit_kernels.checks import stored_misfit
 from orbit_kernels.decode import GROUP, dequantize
 from orbit_kernels.grouped_tiles import forward_kernel, gradient_kernel
-from orbit_kernels.routing import row_tiles
+from orbit_kernels.routing import Tiles, row_tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPUTE = torch.float32 if INTERPRETED else torch.bfloat16  # of activations
@@ -85,6 +85,8 @@ class Shape:
     tails: int = 2  # sizes of an expert's last tile besides the full one: half, quarter
 
 
+FEW = 32
+"""Up to tiles of so many rows hopper_few.py multiplies; above, and with low-rank sums, hopper_forward.py."""
 # H200, Kimi-K2.6 expert shapes, INT4: the fastest of the sweep in docs/benchmarks.md, by tokens of a tile.
 FORWARD_SHAPES = {
     16: Shape(128, 128, 8, 3, 2),
@@ -109,6 +111,7 @@ def grouped_forward(
     low: LowRank | None = None,
     slots: int = 1,
     tile: int | None = None,
+    tiles: Tiles | None = None,
     shape: Shape | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -116,26 +119,31 @@ def grouped_forward(
 
     x [R, K], for 4-bit formats with its columns in `fragment_order`; with `split` x is [P, R, K] and part p of N reads
     x[p]. offsets int32 [E + 1]. Rows from offsets[E] on are not written. `low` is added to the sum; with `slots` its
-    matrices are [E slots, ...] and offsets [E slots + 1], group expert * slots + slot. `tile` (16, 32, 64, 128 rows)
-    and `shape` are for tuning: the numbers do not depend on them. Raises ValueError for what `unsupported` names.
+    matrices are [E slots, ...] and offsets [E slots + 1], group expert * slots + slot. `tiles` are those of offsets,
+    if the caller has them, of `forward_tile` rows. `tile` (16, 32, 64, 128 rows; 8 on Hopper without `low`) and `shape`
+    are for tuning: the numbers do not depend on them. Raises ValueError for what `unsupported` names.
     """
     rows = _check(x, weight, offsets, split, weight.shape[2], low, slots)
     experts, outputs, inputs = weight.shape
     out = x.new_empty(rows, outputs) if out is None else out
     if rows == 0:
         return out
-    tile = tile or token_tile(rows, experts)
-    if shape is None and _suits_hopper(x, weight, inputs, 256):
+    tiles = tiles or row_tiles(offsets, rows, tile or forward_tile(weight, rows, low is not None))
+    tile = tiles.size
+    if shape is None and low is None and tile <= FEW and _suits_hopper(weight, 64):
+        from orbit_kernels import hopper_few
+
+        hopper_few.forward(x, weight, out, tiles, offsets, rows if split else 0, multiprocessors(), low, slots)
+        return out
+    if shape is None and _suits_hopper(weight, 256, 512):
         from orbit_kernels import hopper_forward
 
-        tiles = row_tiles(offsets, rows, tile)
         hopper_forward.forward(x, weight, out, tiles, offsets, rows if split else 0, multiprocessors(), low, slots)
         return out
     shape = shape or FORWARD_SHAPES[tile]
     block = min(shape.block, max(16, triton.next_power_of_2(outputs // weight.parts)))
     step = min(shape.step, max(32, triton.next_power_of_2(inputs)))
     tails = min(shape.tails, (tile // 16).bit_length() - 1)
-    tiles = row_tiles(offsets, rows, tile)
     parts = weight.parts
     blocks = parts * triton.cdiv(outputs // parts, block)
     forward_kernel[_grid(shape, rows, tile, experts * slots, blocks)](
@@ -159,6 +167,7 @@ def grouped_input_gradient(
     split: bool = False,
     low: LowRank | None = None,
     tile: int | None = None,
+    tiles: Tiles | None = None,
     shape: Shape | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -174,18 +183,17 @@ def grouped_input_gradient(
         out = dy.new_empty((splits, rows, inputs) if split else (rows, inputs))
     if rows == 0:
         return out
-    tile = tile or token_tile(rows, experts)
-    if shape is None and _suits_hopper(dy, weight, inputs, 64):
+    tiles = tiles or row_tiles(offsets, rows, tile or token_tile(rows, experts))
+    tile = tiles.size
+    if shape is None and _suits_hopper(weight, 64, 512):
         from orbit_kernels import hopper_gradient
 
-        tiles = row_tiles(offsets, rows, tile)
         hopper_gradient.gradient(dy, weight, out, tiles, offsets, split, multiprocessors(), low)
         return out
     shape = shape or GRADIENT_SHAPES[tile]
     block = min(shape.block, max(32, triton.next_power_of_2(inputs)))
     step = min(shape.step, max(16, triton.next_power_of_2(outputs // weight.parts)))
     tails = min(shape.tails, (tile // 16).bit_length() - 1)
-    tiles = row_tiles(offsets, rows, tile)
     gradient_kernel[_grid(shape, rows, tile, experts, splits * triton.cdiv(inputs, block))](
         *_activations(dy, outputs, tile, tails, step),
         _stored(weight, torch.int16, step, block),
@@ -270,13 +278,22 @@ def token_tile(rows: int, experts: int) -> int:
     return 16 if mean <= 10 else 32 if mean <= 27 else 64 if mean <= 58 else 128
 
 
-def _suits_hopper(x: torch.Tensor, weight: PackedExperts, inputs: int, multiple: int) -> bool:
-    """Whether the Gluon kernels take it: whole blocks only, and scale rows that the copy engine can address."""
-    fits = inputs % (512 if weight.fmt == "mxfp4" else 256) == 0
+def forward_tile(weight: PackedExperts, rows: int, low: bool = False) -> int:
+    """Rows of a tile of `grouped_forward`, with a low-rank sum or without: 8 where more would mostly be padding."""
+    few = not low and rows <= 4 * weight.shape[0] and _suits_hopper(weight, 64)
+    return 8 if few else token_tile(rows, weight.shape[0])
+
+
+def _suits_hopper(weight: PackedExperts, multiple: int, columns: int = 256) -> bool:
+    """Whether a Gluon kernel takes it: whole blocks of `multiple` rows and `columns` columns for MXFP4, 256 for INT4.
+
+    The columns are those whose scales the copy engine can address, or a stage.
+    """
+    if weight.fmt not in ("int4", "mxfp4"):
+        return False
+    fits = weight.shape[2] % (columns if weight.fmt == "mxfp4" else 256) == 0
     fits = fits and (weight.shape[1] // weight.parts) % multiple == 0
-    return (
-        weight.fmt in ("int4", "mxfp4") and fits and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
-    )
+    return fits and weight.packed.is_cuda and torch.cuda.get_device_capability(weight.packed.device) == (9, 0)
 
 
 def _check(

@@ -25,7 +25,7 @@ from orbit_kernels.fragments import (
 FP8_BLOCK = tl.constexpr(128)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_part_rows"])
 def forward_kernel(
     x_full, x_half, x_quarter, stored, scale, factor, low, matrix, matrix2, out, tile_group, tile_start, tile_count,
     offsets, inputs, part_rows, x_part_rows, slots,
@@ -122,7 +122,7 @@ def _forward_tile(
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=(m < end)[None, :] & live[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gradient_kernel(
     dy_full, dy_half, dy_quarter, stored, scale, factor, low, matrix, matrix2, out, tile_expert, tile_start, tile_count,
     offsets, inputs, part_rows, rows,

@@ -26,6 +26,14 @@ def join8(r0, r1, r2, r3, r4, r5, r6, r7):
 
 
 @gluon.jit
+def halves(columns):
+    """[n, 2 m] -> two [n, m], the first and the second half of the columns."""
+    n: gl.constexpr = columns.shape[0]
+    m: gl.constexpr = columns.shape[1] // 2
+    return gl.split(columns.reshape([n, 2, m]).permute([0, 2, 1]))
+
+
+@gluon.jit
 def load_scales(lines, second, FMT: gl.constexpr, LAYOUT: gl.constexpr):
     """BF16 scales [n, 8] of 256 columns from a 16-byte line for each of n rows; see `fragments.group_scale`.
 
@@ -46,12 +54,14 @@ def scale_start(column, FMT: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(tile, out, row, end, first, width, BM: gl.constexpr):
-    """Write tile [BM, 256] to out[row + m, first + n] where row + m < end; `width` elements a row."""
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+def store_rows(tile, out, row, end, first, width, WARPS: gl.constexpr = 8):
+    """Write tile [BM, N] to out[row + m, first + n] where row + m < end; `width` elements a row."""
+    BM: gl.constexpr = tile.shape[0]
+    N: gl.constexpr = tile.shape[1]
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [WARPS, 1], [1, 0])
     tile = gl.convert_layout(tile, OUT)
     m = row + gl.arange(0, BM, gl.SliceLayout(1, OUT))
-    n = first + gl.arange(0, BLOCK, gl.SliceLayout(0, OUT))
+    n = first + gl.arange(0, N, gl.SliceLayout(0, OUT))
     gl.store(out + m[:, None].to(gl.int64) * width + n[None, :], tile, mask=(m < end)[:, None])
 
 

@@ -25,6 +25,7 @@ from orbit_kernels.hopper import (
     RANK_STEP,
     STEP,
     barriers,
+    halves,
     join8,
     load_scales,
     scale_start,
@@ -32,14 +33,6 @@ from orbit_kernels.hopper import (
     store_rows,
 )
 from orbit_kernels.routing import Tiles
-
-
-@gluon.jit
-def _halves(columns):
-    """[n, 2 m] -> two [n, m], the first and the second half of the columns."""
-    n: gl.constexpr = columns.shape[0]
-    m: gl.constexpr = columns.shape[1] // 2
-    return gl.split(columns.reshape([n, 2, m]).permute([0, 2, 1]))
 
 
 @gluon.jit
@@ -85,9 +78,9 @@ def _consumer(
             slot = group % S_STAGES
             mbarrier.wait(s_ready.index(slot), (group // S_STAGES) & 1)
             scales = load_scales(ss.index(slot), k % 512 == 256, FMT, NARROW)  # [256, 8]
-            s0123, s4567 = _halves(scales)
-            s01, s23 = _halves(s0123)
-            s45, s67 = _halves(s4567)
+            s0123, s4567 = halves(scales)
+            s01, s23 = halves(s0123)
+            s45, s67 = halves(s4567)
             s0, s1 = gl.split(s01)
             s2, s3 = gl.split(s23)
             s4, s5 = gl.split(s45)
@@ -98,7 +91,7 @@ def _consumer(
             for quarter in gl.static_range(4):
                 stage = step % STAGES
                 mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                left, right = _halves(ws.index(stage).load(WORDS))  # [256, 4], a 32-group each
+                left, right = halves(ws.index(stage).load(WORDS))  # [256, 4], a 32-group each
                 tokens = xs.index(stage)
                 if quarter == 0:
                     weights = _weights(left, s0, FMT, A)
@@ -108,8 +101,8 @@ def _consumer(
                     weights = _weights(left, s4, FMT, A)
                 else:
                     weights = _weights(left, s6, FMT, A)
-                acc, held, weights = warpgroup_mma_wait(0, [acc, held, weights])
                 acc = warpgroup_mma(weights, tokens.slice(0, 32, dim=1).permute([1, 0]), acc, is_async=True)
+                warpgroup_mma_wait(1, [held])
                 held = weights
                 gl.thread_barrier()  # all warps are past the previous step
                 mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=step > first_step)
@@ -121,8 +114,8 @@ def _consumer(
                     weights = _weights(right, s5, FMT, A)
                 else:
                     weights = _weights(right, s7, FMT, A)
-                acc, held, weights = warpgroup_mma_wait(0, [acc, held, weights])
                 acc = warpgroup_mma(weights, tokens.slice(32, 32, dim=1).permute([1, 0]), acc, is_async=True)
+                warpgroup_mma_wait(1, [held])
                 held = weights
                 step += 1
         total_acc, held = warpgroup_mma_wait(0, [acc, held])
@@ -139,7 +132,7 @@ def _consumer(
             mbarrier.arrive(free.index(stage), count=1)
             step += 1
         first = (pair % blocks) * BLOCK
-        store_rows(total_acc.to(gl.bfloat16).permute([1, 0]), out, row, end, first, PARTS * part_rows, BM)
+        store_rows(total_acc.to(gl.bfloat16).permute([1, 0]), out, row, end, first, PARTS * part_rows)
 
 
 @gluon.jit
@@ -189,7 +182,7 @@ def _producer(
             step += 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["x_part_rows"])
 def forward_kernel(
     x, stored, scale, low, matrix, matrix2, out, tile_group, tile_start, tile_count, offsets, inputs, part_rows,
     x_part_rows, slots,

@@ -127,7 +127,7 @@ def _consumer(
             step += 1
         ordered = total_acc.to(gl.bfloat16).reshape([2, 8, 2, 8, BM]).permute([4, 1, 3, 0, 2]).reshape([BM, BLOCK])
         shift = block // per_split * rows
-        store_rows(ordered, out, row + shift, end + shift, block % per_split * BLOCK, inputs, BM)
+        store_rows(ordered, out, row + shift, end + shift, block % per_split * BLOCK, inputs)
 
 
 @gluon.jit
@@ -172,7 +172,7 @@ def _producer(
             step += 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows"])
 def gradient_kernel(
     dy, stored, scale, low, matrix, matrix2, out, tile_expert, tile_start, tile_count, offsets, inputs, outputs, rows,
     rank,

@@ -18,7 +18,7 @@ import triton.language as tl
 from orbit_kernels.experts import rotate_blocks
 from orbit_kernels.fragments import beside, fragment_order, in_fragment_order, settled
 from orbit_kernels.permute import store_modifier
-from orbit_kernels.routing import Routing, Tiles, row_tiles
+from orbit_kernels.routing import Routing, Tiles
 from orbit_kernels.swiglu import activation, activation_slopes, load_hidden, store_hidden
 
 
@@ -133,7 +133,7 @@ def _rotated(x, rotations, routing, tiles, gather, in_order, hidden, limit) -> t
         else:  # every tile loads its expert's rotations: a trainer's float32 ones would fill the shared memory
             pair = [rotation.to(x.dtype) for rotation in pair]
         if b <= 64 and _crowded(routing) and not hidden:
-            tiles = row_tiles(routing.offsets, routing.rows, 128)
+            tiles = routing.tiles(128)
         _rotate[(tiles.expert.numel(), triton.cdiv(columns, span))](
             x, *pair, out, routing.order, routing.rows, tiles.expert, tiles.start, tiles.count, routing.offsets,
             columns, limit or 0.0,

@@ -8,11 +8,13 @@ Shape letters: T tokens, k slots, R = T k rows, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
 import triton.language as tl
+
+from orbit_kernels.chained import after_previous, chained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +24,23 @@ class Routing:
     order: torch.Tensor  # int32 [R]: flat slot (token * k + slot) of each row
     position: torch.Tensor  # int32 [T, k]: row of each slot
     offsets: torch.Tensor  # int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1]
+    made: dict = field(default_factory=dict, compare=False, repr=False)  # what the methods below made, to make it once
+
+    def tiles(self, size: int) -> Tiles:
+        """`row_tiles` of this routing."""
+        if size not in self.made:
+            self.made[size] = row_tiles(self.offsets, self.rows, size)
+        return self.made[size]
+
+    def of_every(self, groups: int) -> Routing:
+        """The same rows with each `groups` neighbouring experts as one."""
+        if groups == 1:
+            return self
+        key = "of every", groups
+        if key not in self.made:
+            offsets = self.offsets[::groups].contiguous()
+            self.made[key] = Routing(order=self.order, position=self.position, offsets=offsets)
+        return self.made[key]
 
     @property
     def rows(self) -> int:
@@ -56,7 +75,7 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
         order, position = (torch.empty(rows, dtype=torch.int32, device=flat.device) for _ in range(2))
         offsets = torch.empty(experts + 1, dtype=torch.int32, device=flat.device)
         grid = (triton.cdiv(rows, RANKS) + triton.cdiv(experts + 1, RANKS),)
-        _rank[grid](flat, order, position, offsets, rows, experts, RANKS=RANKS, STEP=128)
+        _rank[grid](flat, order, position, offsets, rows, experts, RANKS=RANKS, STEP=128, **chained())
         return Routing(order=order, position=position.view(expert_ids.shape), offsets=offsets)
     by_expert, order = torch.sort(flat.to(torch.int32), stable=True)  # [R]
     position = torch.empty_like(by_expert).scatter_(
@@ -70,11 +89,21 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
 def row_tiles(offsets: torch.Tensor, rows: int, size: int) -> Tiles:
     """Tiles of `size` rows over offsets [E + 1]; an expert's last tile holds what is left, empty experts have none."""
     experts = offsets.numel() - 1
-    bound = rows // size + min(experts, rows)  # every expert adds at most one partial tile
-    expert, start = torch.empty(2, max(bound, 1), dtype=torch.int32, device=offsets.device)
-    count = torch.empty(1, dtype=torch.int32, device=offsets.device)
+    tiles = empty_tiles(rows, experts, size, offsets.device)
     width = triton.next_power_of_2(experts + 1)
-    _list_tiles[(experts,)](offsets, expert, start, count, E=experts, WIDTH=width, SIZE=size)
+    _list_tiles[(experts,)](
+        offsets, tiles.expert, tiles.start, tiles.count, E=experts, WIDTH=width, SIZE=size, **chained()
+    )
+    return tiles
+
+
+def empty_tiles(rows: int, experts: int, size: int, device: torch.device) -> Tiles:
+    """Room for the tiles of any routing of so many rows.
+
+    Each tensor has storage of its own: kernels are compiled anew for a pointer of another alignment.
+    """
+    bound = max(1, rows // size + min(experts, rows))  # every expert adds at most one partial tile
+    expert, start, count = (torch.empty(n, dtype=torch.int32, device=device) for n in (bound, bound, 1))
     return Tiles(expert=expert, start=start, count=count, size=size)
 
 
@@ -85,8 +114,11 @@ def row_tiles_reference(offsets: torch.Tensor, size: int) -> list[tuple[int, int
 
 
 @triton.jit
-def _list_tiles(offsets, expert, start, count, E: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+def _list_tiles(
+    offsets, expert, start, count, E: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CHAINED: tl.constexpr
+):
     """One program per expert; each counts the tiles of those before it, which is cheaper than a second launch."""
+    after_previous(CHAINED)
     own = tl.program_id(0)
     index = tl.arange(0, WIDTH)
     first = tl.load(offsets + index, mask=index < E, other=0)
@@ -101,9 +133,10 @@ def _list_tiles(offsets, expert, start, count, E: tl.constexpr, WIDTH: tl.conste
         tl.store(count, tl.sum(tiles, 0))
 
 
-@triton.jit
-def _rank(ids, order, position, offsets, rows, experts, RANKS: tl.constexpr, STEP: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _rank(ids, order, position, offsets, rows, experts, RANKS: tl.constexpr, STEP: tl.constexpr, CHAINED: tl.constexpr):
     """A row's position is the number of rows before it; the first programs find those, the last the experts' bounds."""
+    after_previous(CHAINED)
     row_programs = tl.cdiv(rows, RANKS)
     ranks_rows = tl.program_id(0) < row_programs
     own = tl.program_id(0) * RANKS + tl.arange(0, RANKS)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from orbit_kernels.chained import after_previous, chained
 from orbit_kernels.fragments import fragment_order, in_fragment_order
 
 
@@ -25,8 +26,9 @@ def swiglu(h: torch.Tensor, limit: float | None = None, in_order: bool = False) 
     if rows:
         grid, width = _grid(rows, columns)
         _forward[grid](
-            h, out, rows, columns, limit or 0.0, CLAMPED=limit is not None, IN_ORDER=in_order, ROWS=4, WIDTH=width
-        )
+            h, out, rows, columns, limit or 0.0,
+            CLAMPED=limit is not None, IN_ORDER=in_order, ROWS=4, WIDTH=width, **chained(),
+        )  # fmt: skip
     return out
 
 
@@ -77,8 +79,9 @@ def _grid(rows: int, columns: int) -> tuple[tuple[int, int], int]:
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     h, out, rows, columns, limit,
-    CLAMPED: tl.constexpr, IN_ORDER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    CLAMPED: tl.constexpr, IN_ORDER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    after_previous(CHAINED)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
     live = (row < rows) & (column < columns)

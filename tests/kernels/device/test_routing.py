@@ -29,6 +29,16 @@ def test_padding_comes_before_the_first_expert(tokens, dtype):
     assert routing.offsets.tolist() == [sum(own < expert for own in flat) for expert in range(5)]
 
 
+def test_lists_are_made_once_and_neighbouring_experts_join():
+    ids = torch.tensor([[0, 5], [3, 1], [5, 2], [4, 4]]).to(DEVICE)
+    routing = route(ids, 6)
+    assert routing.tiles(16) is routing.tiles(16) and routing.of_every(1) is routing
+    joined = routing.of_every(2)
+    assert joined is routing.of_every(2) and joined.offsets.tolist() == [0, 2, 4, 8]
+    tiles = joined.tiles(2)
+    assert tiles.count.item() == 4 and tiles.expert[:4].tolist() == [0, 1, 2, 2] and tiles.start[2:4].tolist() == [4, 6]
+
+
 @pytest.mark.parametrize("counts", [[0, 1, 31, 32, 33, 0], [100], [0, 0, 0], [1] * 40])
 @pytest.mark.parametrize("size", [16, 32])
 def test_tiles_cover_every_row_once(counts, size):
