@@ -5,7 +5,7 @@ VENV := .venv
 STAMP := $(VENV)/orbit-$(shell sha256sum pyproject.toml | cut -c1-16).stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check check-kernels bench bench-gpu clean
+.PHONY: help setup train test check check-kernels check-gpu bench bench-gpu clean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -43,6 +43,10 @@ bench: $(STAMP) ## measure the main job by phase
 
 check-kernels: $(STAMP) ## compile the GPU kernels for Hopper, no GPU needed, and fail on spills, serialised products and register races
 	$(VENV)/bin/python scripts/check_kernels_sm90a.py
+
+check-gpu: $(STAMP) ## on a GPU: the kernels' tests natively, then compute-sanitizer over small layers (five minutes)
+	$(VENV)/bin/python -m pytest -q tests/kernels/device
+	$(VENV)/bin/python scripts/sanitize_kernels.py
 
 bench-gpu: $(STAMP) ## on a GPU: the expert kernels against BF16 weights in memory, decoding first, and SGLang's experts
 	$(VENV)/bin/python -m orbit_kernels.bench --out docs/benchmarks/moe_gpu.json

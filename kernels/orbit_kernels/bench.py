@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import statistics
 import subprocess
@@ -62,23 +63,31 @@ def time_ms(calls: list[Callable[[], object]], rounds: int = 2, graph: bool = Fa
 
     By itself, since a GPU at its power limit runs a call faster after one that drew less; in rounds, so that a GPU that
     slows down slows all of them. `graph` times replays of a CUDA graph, for calls that are shorter than their launches;
-    calls of which one is longer than LONG are repeated three times, others as Triton's do_bench decides.
+    calls of which one is longer than LONG are queued three times, others as Triton's do_bench decides.
     """
     for call in calls:
         call()
     if graph:
         one = functools.partial(do_bench_cudagraph, rep=20, return_mode="median")
     elif max(map(elapsed_ms, calls)) > LONG:
-        one = _repeated_ms
+        one = _queued_ms
     else:
         one = functools.partial(do_bench, warmup=5, rep=25, return_mode="median")
     found = [[one(call) for call in calls] for _ in range(rounds)]
     return [statistics.median(column) for column in zip(*found, strict=True)]
 
 
-def _repeated_ms(call: Callable[[], object]) -> float:
+def _queued_ms(call: Callable[[], object], count: int = 3) -> float:
+    """Median of `count` calls that wait in the device's queue, as a trainer's do: the host's way to a first kernel is
+    not in them."""
     call()
-    return statistics.median(elapsed_ms(call) for _ in range(3))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in itertools.pairwise(marks))
 
 
 def transient(call: Callable[[], object], named: int) -> int:

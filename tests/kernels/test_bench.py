@@ -65,7 +65,7 @@ def test_layer_table_names_both_ratios():
     assert "| none | 5.00, 1.25 (1.25) |\n| OFT, block 32 | 6.00, 1.50 (1.50) |" in found
 
 
-@pytest.mark.parametrize("name", ["moe_h200.json", "moe_h200_repeated.json"])
+@pytest.mark.parametrize("name", ["moe_h200.json"])
 def test_the_document_says_what_the_data_say(name: str):
     folder = Path(__file__).resolve().parents[2] / "docs"
     text = (folder / "benchmarks.md").read_text()

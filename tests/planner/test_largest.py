@@ -66,10 +66,10 @@ def test_memory_never_falls_with_the_length_since_shorter_responses_may_share_a_
 def test_the_longest_response_is_the_last_that_fits() -> None:
     plan = planned(*KIMI, LONG)
     assert not plan.fits
-    said = "responses of 23,844 tokens fit (rollout.max_new_tokens=23844 with trainer.micro_batch_tokens=25892)"
+    said = "responses of 23,616 tokens fit (rollout.max_new_tokens=23616 with trainer.micro_batch_tokens=25664)"
     assert said in longest_words(plan)
-    assert fits(plan, max_new_tokens=23_844, micro_batch_tokens=25_892)
-    assert not fits(plan, max_new_tokens=23_845, micro_batch_tokens=1)
+    assert fits(plan, max_new_tokens=23_616, micro_batch_tokens=25_664)
+    assert not fits(plan, max_new_tokens=23_617, micro_batch_tokens=1)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class MemoryConfig:
     built yet)."""
     headroom: float = 0.02
     """Share of each GPU that a plan leaves free, for fragments of the allocator."""
-    context_gib: float = 0.6
+    context_gib: float = 0.75
     """GPU memory of one process's CUDA context and libraries, in GiB; trainer and engine have one each."""
     graphs_gib: float = 0.8
     """GPU memory of the engine's CUDA graphs and workspaces, in GiB; 0 is counted with engine.cuda_graph_max_bs=0."""
