@@ -24,8 +24,8 @@ def return_memory(device: torch.device) -> None:
 def grow_blocks(device: torch.device) -> None:
     """On a GPU let PyTorch's allocator map pages behind a block instead of keeping blocks of every size it once needed.
 
-    Kimi-K2.6's widths kept 22.3 GiB for a run's 20.4 GiB of tensors, and 25.3 without it. PYTORCH_ALLOC_CONF in the environment, or its
-    older name, has the last word. The engine's process is not touched.
+    Kimi-K2.6's widths kept 22.3 GiB for a run's 20.4 GiB of tensors, and 25.3 without it. PYTORCH_ALLOC_CONF in the
+    environment, or its older name, has the last word. The engine's process is not touched.
     """
     if device.type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # what the variable sets, after import
