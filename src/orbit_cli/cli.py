@@ -11,8 +11,10 @@ import sys
 import typer
 
 from orbit_cli.commands import config, doctor, evaluate, plan, quantize, report, rollout, sync_test, train
+from orbit_cli.commands.usage import usage_sentence
 from orbit_cli.errors import OrbitError
 
+INTERRUPTED = 130
 HELP = """\
 Reinforcement learning of language models on a frozen low-precision base with a small adapter.
 
@@ -31,6 +33,7 @@ app = typer.Typer(
     name="orbit",
     help=HELP,
     no_args_is_help=True,
+    suggest_commands=False,  # usage.py does
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
@@ -49,10 +52,17 @@ app.command("report")(report.report)
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 failed (a traceback means a bug), 2 bad input, 130 interrupted."""
     try:
-        app()
+        if len(sys.argv) == 1:
+            app()  # the help, from Typer
+        code = app(standalone_mode=False)  # Typer's own exceptions come out, and the exit code of typer.Exit
     except OrbitError as error:
         print(f"orbit: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except typer.TyperException as error:
+        print(f"orbit: {usage_sentence(error)}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # Typer makes an exit code of Ctrl-C
         print("orbit: interrupted", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(code or 0)

@@ -77,9 +77,25 @@ def test_commands_refuse_bad_overrides(
     assert "did you mean tiny_moe" in capsys.readouterr().err
 
 
-def test_a_misspelt_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert orbit(monkeypatch, "trian") == 2
-    assert "train" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("trian",), "there is no command trian; commands are train, plan, "),
+        (("report",), "orbit report needs RUN: run folder; for example `orbit report runs/NAME`"),
+        (("quantize", "smollm2"), "orbit quantize needs OUTPUT: folder to write"),
+        (("plan", "--for", "sync"), "--for=sync is unknown; --for is one of train, rollout, eval"),
+        (("plan", "--cfg", "hydra"), "--cfg=hydra is unknown; --cfg is one of job"),
+        (("plan", "--jsn"), "orbit plan has no option --jsn; options are --for"),
+        (("report", "a", "b"), "; `orbit report --help` shows what it takes"),
+    ],
+)
+def test_what_no_command_takes_is_answered_in_one_line(
+    arguments: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert orbit(monkeypatch, *arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and len(told.err.splitlines()) == 1
+    assert told.err.startswith("orbit: ") and sentence in told.err and "Value error" not in told.err
 
 
 def test_training_on_a_truncated_policy_is_refused(
@@ -105,7 +121,9 @@ def test_config_shows_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert orbit(monkeypatch, "config", "explain", "adapter.block_size", "model=tiny_moe", "adapter.block_size=16") == 0
     assert "now      16, from command line with model=tiny_moe" in capsys.readouterr().out
     assert orbit(monkeypatch, "config", "explain", "engine.tensor_parallel", "model=kimi_k26", "hardware=b200x8") == 0
-    assert "now      8 (${hardware.gpus}), from conf/model/kimi_k26.yaml" in capsys.readouterr().out
+    assert "now      8 (${at_least_one:${hardware.gpus}}), from conf/model/kimi_k26.yaml" in capsys.readouterr().out
+    assert orbit(monkeypatch, "config", "explain", "recipe") == 0
+    assert "recipe=NAME with kimi_shaped_h200, main_job" in capsys.readouterr().out
     assert orbit(monkeypatch, "config", "explain", "model=tiny_moe") == 2
     assert "needs a key" in capsys.readouterr().err
     assert orbit(monkeypatch, "config", "explain", "adapter.rank", "adapter.rnk=3") == 2
@@ -129,7 +147,7 @@ def test_quantize_with_swapped_arguments(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted() -> None:
+    def interrupted(**_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "app", interrupted)
@@ -138,7 +156,7 @@ def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken(**_: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(cli, "app", broken)

@@ -15,6 +15,8 @@ MISTAKES = [
     (["adapter.blok_size=3"], ["adapter.blok_size", "neumann_terms", "did you mean adapter.block_size"]),
     (["trainer.learning_rat=3"], ["trainer.learning_rat", "did you mean trainer.learning_rate"]),
     (["+trainer.stepps=3"], ["trainer.stepps", "did you mean trainer.steps"]),
+    (["=x"], ["a key is missing before =", "write key=value"]),
+    (["model=null"], ["model=null", "smollm2_135m"]),
     (["steps=3"], ["no key steps", "did you mean trainer.steps"]),
     (["rollout.learning_rate=3"], ["rollout.learning_rate", "did you mean trainer.learning_rate"]),
     (["enviroment.task=x"], ["enviroment.task", "did you mean environment.task"]),
@@ -104,3 +106,10 @@ def test_sweeps_are_checked_value_by_value() -> None:
     for wrong in ("adapter=oft,lorra", "seed=1,b", "recipe=main_job,nothing", "adapter.kind=oft,lorra"):
         with pytest.raises(ConfigError):
             read_overrides([wrong], sweep=True)
+
+
+def test_no_suggestion_is_better_than_a_senseless_one() -> None:
+    for overrides in (["+trainer.foo=1"], ["=x"], ["model=null"]):
+        with pytest.raises(ConfigError) as caught:
+            compose(overrides)
+        assert "did you mean" not in str(caught.value) and "None" not in str(caught.value)

@@ -11,7 +11,19 @@ from orbit_cli.errors import ConfigError
     [
         ("hardware.threads=-1", r"hardware\.threads=-1 must be at least 1"),
         ("hardware.memory_mib=0", r"hardware\.memory_mib=0 must be at least 1"),
-        ("engine.tensor_parallel=-2", r"engine\.tensor_parallel=-2 must be at least 0"),
+        ("engine.tensor_parallel=-2", r"engine\.tensor_parallel=-2 must be at least 1; set 1"),
+        ("engine.tensor_parallel=0", r"engine\.tensor_parallel=0 must be at least 1; set 1"),
+        (f"rollout.prompts_per_step={10**17}", r"prompts_per_step=1(0){17} is more than any run .* at most 10000000"),
+        ("rollout.group_size=9000000", r"prompts_per_step=8 with group_size=9000000 makes 72000000 samples a step"),
+        ("rollout.collect_prompts=99999999999", r"collect_prompts=99999999999 is more than any run ends with"),
+        ("evaluation.samples=100000000000", r"evaluation\.samples=1(0){11} is more than any run ends with"),
+        ("evaluation.samples=1000000", r"evaluation\.prompts=64 with samples=1000000 makes 64000000 samples"),
+        ("evaluation.bootstrap=1000000000000", r"evaluation\.bootstrap=1(0){12} is more than any run ends with"),
+        ("environment.max_turns=1000000", r"environment\.max_turns=1000000 is more than any run ends with"),
+        (
+            "hardware.gpus=2",
+            r"hardware\.gpus=2 with hardware\.device=cpu: none .*; set hardware\.gpus=0, or a hardware",
+        ),
         ("engine.start_timeout_s=-1", r"start_timeout_s=-1\.0 must be positive"),
         ("engine.mem_fraction_static=1.5", r"mem_fraction_static=1\.5 must lie between"),
         ("sync.probe_prompts=0", r"sync\.probe_prompts=0 must be at least 1"),
@@ -57,4 +69,10 @@ def test_gpus_are_needed_where_the_device_is_one() -> None:
 
 def test_gpus_are_answered_before_what_follows_from_them() -> None:
     with pytest.raises(ConfigError, match=r"hardware\.gpus=-3 must be at least 1"):
-        compose(["model=kimi_k26", "hardware=h200x8", "hardware.gpus=-3"])  # engine.tensor_parallel=${hardware.gpus}
+        compose(["model=kimi_k26", "hardware=h200x8", "hardware.gpus=-3"])  # engine.tensor_parallel follows them
+    with pytest.raises(ConfigError, match=r"hardware\.gpus=1000000 is more than one machine has; set at most"):
+        compose(["model=kimi_k26", "hardware=h200x8", "hardware.gpus=1000000"])
+
+
+def test_an_engine_of_a_machine_without_gpus_is_one_process() -> None:
+    assert compose(["model=kimi_k26", "hardware=cpu"]).engine.tensor_parallel == 1

@@ -166,3 +166,12 @@ def changed(config: OrbitConfig, values: dict[str, object]) -> OrbitConfig:
         value = kind(value) if issubclass(kind, StrEnum) else value
         config = replace(config, **{section: replace(part, **{field: value})})
     return config
+
+
+def test_more_turns_than_positions_end_in_advice() -> None:
+    """A response of one token in each turn is too long already: turns are what must be fewer."""
+    turns = "environment.max_turns=1000"
+    plan = planned("recipe=smoke_dense_oft", turns, "model.architecture.max_position_embeddings=600")
+    nearest = nearest_fit(plan)
+    assert nearest is not None and nearest.plan.fits
+    assert any(text.startswith("environment.max_turns=") for text in nearest.overrides)

@@ -85,6 +85,8 @@ def test_other_limits_have_their_sentence(overrides: tuple[str, ...], words: str
     [
         (("model=qwen3_4b", "hardware=h200x1", "engine.tensor_parallel=8"), "more than hardware=h200x1 has"),
         (("model=smollm2_135m", "hardware=h200x8", "engine.tensor_parallel=8"), "does not divide the 9 attention"),
+        (("model=kimi_k26", "hardware=h200x8", "hardware.gpus=3"), "set hardware.gpus=2 or engine.tensor_parallel=2"),
+        (("model=kimi_k26", "hardware=h200x8", "hardware.gpus=1000"), "hardware.gpus=1000: engine.tensor_parallel"),
         (("model=qwen3_4b", "hardware=h200x8", "memory.trainer_layout=expert_parallel"), "no routed experts"),
         (("model=kimi_k26", "hardware=b200x8", "memory.colocated=false"), "leaves none to the trainer"),
         (("model=kimi_k26", "hardware=b200x8", SHARED, "memory.trainer_layout=sharded"), "needs one layout"),

@@ -28,6 +28,8 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 def unknown_key(path: str, where: str) -> ConfigError:
     """Error for a key that the schema does not have, naming the section's keys and the nearest of all."""
+    if not path:
+        return ConfigError(f"{where}: a key is missing before =; write key=value, for example trainer.steps=50")
     parent = path.rpartition(".")[0]
     while parent and not (parent in FIELDS and FIELDS[parent].is_section):
         parent = parent.rpartition(".")[0]
@@ -37,7 +39,7 @@ def unknown_key(path: str, where: str) -> ConfigError:
     leaf = path.rpartition(".")[2]
     if near is None or difflib.SequenceMatcher(None, leaf, near).ratio() < 0.7:  # right name in the wrong section
         same = [p for p in FIELDS if p.rpartition(".")[2] == leaf] or [nearest(path, FIELDS) or ""]
-        full = same[0]
+        full = same[0] if same[0] != parent else ""  # its section is no answer
     else:
         full = prefix + near
     hint = f"; did you mean {full}?" if full else ""

@@ -93,6 +93,8 @@ def to_typed(raw: DictConfig) -> OrbitConfig:
 
 
 def register_schema() -> None:
+    """The schema, and `${at_least_one:${hardware.gpus}}`: the engine of a machine without GPUs is one process too."""
+    OmegaConf.register_new_resolver("at_least_one", lambda number: max(number, 1), replace=True)
     ConfigStore.instance().store(name=SCHEMA_NAME, node=OrbitConfig)
 
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from orbit_cli.config.checks import suggestion
 from orbit_cli.config.compose import compose_layers
 from orbit_cli.config.fields import FIELDS, REQUIRED, Field, field_at
-from orbit_cli.config.locate import GROUPS, conf_dir, group_options
+from orbit_cli.config.locate import GROUPS, conf_dir, group_options, recipe_names
 from orbit_cli.config.provenance import provenance
 from orbit_cli.errors import ConfigError
 
@@ -26,6 +26,8 @@ def explain(key: str, overrides: Sequence[str] = ()) -> str:
     """
     if key in GROUPS and key not in FIELDS:  # experiment sets values of other sections
         return f"{key}: a config group; {key}=NAME with {_options(key)}"
+    if key == "recipe":
+        return f"recipe: a file of overrides; recipe=NAME with {', '.join(recipe_names())}, or recipe=PATH.yaml"
     field = field_at(key)
     if field is None:
         raise ConfigError(f"there is no key {key}{_hint(key)}")

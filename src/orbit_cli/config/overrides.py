@@ -110,6 +110,8 @@ def _check_group(override: Override) -> None:
     if override.type is OverrideType.DEL and group == "experiment":
         return
     for option in _elements(override):
+        if option is None:
+            raise ConfigError(f"{group}=null leaves a run without {group}; {group} is one of {', '.join(options)}")
         if isinstance(option, dict) or option not in options:
             raise ConfigError(
                 f"{group}={option} is unknown; {group} is one of {', '.join(options)}{suggestion(str(option), options)}"

@@ -205,6 +205,8 @@ class _Search:
         values: dict[str, Any] = {}
         if prompt + turns > positions:
             values["rollout.max_prompt_tokens"] = prompt = positions // 2
+        if prompt + turns > positions:  # one token a turn is too much
+            values["environment.max_turns"] = turns = max((positions - prompt) // rollout.max_new_tokens, 1)
         values["rollout.max_new_tokens"] = max((positions - prompt) // turns, 1)
         return Change(values=values, why="lengths that the model has positions for", harm=Harm.lengths)
 

@@ -86,10 +86,13 @@ def _engine(config: OrbitConfig, trainer: TrainerLayout, gpus: int) -> EngineLay
 
 def _check(config: OrbitConfig, shape: ModelShape, layout: Layout) -> None:
     if layout.engine is EngineLayout.tensor_parallel and shape.heads % layout.engine_gpus:
-        fitting = [n for n in (8, 4, 2, 1) if n <= layout.engine_gpus and shape.heads % n == 0]
+        ranks, gpus = layout.engine_gpus, config.hardware.gpus
+        fitting = max(n for n in range(1, min(ranks, shape.heads) + 1) if shape.heads % n == 0)
+        every = ranks == gpus  # models of many GPUs have ${hardware.gpus} for it
         raise ConfigError(
-            f"engine.tensor_parallel={layout.engine_gpus} does not divide the {shape.heads} attention heads of "
-            f"{config.model.name}; set engine.tensor_parallel={fitting[0]}"
+            f"{f'hardware.gpus={gpus}: ' * every}engine.tensor_parallel={ranks} does not divide the {shape.heads} "
+            f"attention heads of {config.model.name}; set {f'hardware.gpus={fitting} or ' * every}"
+            f"engine.tensor_parallel={fitting}"
         )
     for key, used, gpus in (
         ("trainer_layout", layout.trainer, layout.trainer_gpus),

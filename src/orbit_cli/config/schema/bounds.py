@@ -11,7 +11,14 @@ def at_least(section: object, path: str, least: float, *names: str) -> None:
     """Refuse values below `least`. Raises ConfigError."""
     for name, value in _set(section, names):
         if value < least:
-            raise ConfigError(f"{path}.{name}={value} must be at least {least}")
+            raise ConfigError(f"{path}.{name}={value} must be at least {least}; set {least} or more")
+
+
+def at_most(section: object, path: str, **most: int) -> None:
+    """Refuse values beyond what a run could ever end with. Raises ConfigError."""
+    for name, value in _set(section, tuple(most)):
+        if value > most[name]:
+            raise ConfigError(f"{path}.{name}={value} is more than any run ends with; set at most {most[name]}")
 
 
 def positive(section: object, path: str, **examples: float) -> None:
@@ -25,15 +32,16 @@ def share(section: object, path: str, *names: str, below_one: bool = False) -> N
     """Refuse what is no share from 0 to 1 (1 itself with `below_one`). Raises ConfigError."""
     for name, value in _set(section, names):
         if not 0 <= value <= 1 or (below_one and value == 1):
-            raise ConfigError(f"{path}.{name}={value} must lie between 0 and 1{', below 1' if below_one else ''}")
+            end = ", below 1; set for example 0.9" if below_one else "; set for example 0.5"
+            raise ConfigError(f"{path}.{name}={value} must lie between 0 and 1{end}")
 
 
 def truncation(section: object, path: str) -> None:
     """top_p in (0, 1] and top_k of -1 (all) or at least 1. Raises ConfigError."""
     if not 0 < section.top_p <= 1:
-        raise ConfigError(f"{path}.top_p={section.top_p} must be above 0 and at most 1")
+        raise ConfigError(f"{path}.top_p={section.top_p} must be above 0 and at most 1; set 1 for all tokens")
     if section.top_k != -1 and section.top_k < 1:
-        raise ConfigError(f"{path}.top_k={section.top_k} must be at least 1, or -1 for all tokens")
+        raise ConfigError(f"{path}.top_k={section.top_k} must be at least 1, or -1 for all tokens; set -1 or 1 or more")
 
 
 def distinct(section: object, path: str, *names: str) -> None:

@@ -9,6 +9,11 @@ from typing import Any
 from orbit_cli.config.schema import bounds
 from orbit_cli.errors import ConfigError
 
+# Beyond these a run could never end: at 10,000 samples a second a step of so many takes an hour.
+MOST_SAMPLES = 10**7
+MOST_TURNS = 1000
+MOST_DRAWS = 10**6
+
 
 class Advantage(StrEnum):
     """Advantage estimator."""
@@ -200,7 +205,9 @@ class TrainerConfig:
         bounds.share(self, "trainer", "beta1", "beta2", below_one=True)
         bounds.positive(self, "trainer", learning_rate=1e-4, adam_eps=1e-8)
         if self.checkpoint_every < 0:
-            raise ConfigError(f"trainer.checkpoint_every={self.checkpoint_every} must be at least 0 (0: the last step)")
+            raise ConfigError(
+                f"trainer.checkpoint_every={self.checkpoint_every} must be at least 0; set 0 for the last step only, or 1 or more"
+            )
 
 
 class Split(StrEnum):
@@ -236,7 +243,15 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         bounds.at_least(self, "rollout", 1, "collect_prompts", "prompts_per_step", "group_size")
         bounds.at_least(self, "rollout", 1, "max_new_tokens", "max_prompt_tokens")
+        bounds.at_most(self, "rollout", collect_prompts=MOST_SAMPLES, prompts_per_step=MOST_SAMPLES)
+        bounds.at_most(self, "rollout", group_size=MOST_SAMPLES)
         bounds.truncation(self, "rollout")
+        samples = self.prompts_per_step * self.group_size
+        if samples > MOST_SAMPLES:
+            raise ConfigError(
+                f"rollout.prompts_per_step={self.prompts_per_step} with group_size={self.group_size} makes {samples} "
+                f"samples a step, more than any run ends with; lower one so that there are at most {MOST_SAMPLES}"
+            )
         if self.temperature < 0:
             raise ConfigError(f"rollout.temperature={self.temperature} must not be negative")
 
@@ -316,6 +331,7 @@ class EnvironmentConfig:
 
     def __post_init__(self) -> None:
         bounds.at_least(self, "environment", 1, "size", "max_turns")
+        bounds.at_most(self, "environment", max_turns=MOST_TURNS)
         need = {"reasoning_gym": "task", "file": "path", "python": "target"}[self.kind]
         if not getattr(self, need):
             raise ConfigError(f"environment.kind={self.kind} needs environment.{need}")
@@ -353,7 +369,13 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         bounds.at_least(self, "evaluation", 1, "samples", "max_new_tokens", "bootstrap")
         bounds.at_least(self, "evaluation", 0, "prompts", "every", "temperature")
+        bounds.at_most(self, "evaluation", prompts=MOST_SAMPLES, samples=MOST_SAMPLES, bootstrap=MOST_DRAWS)
         bounds.truncation(self, "evaluation")
+        if self.prompts * self.samples > MOST_SAMPLES:
+            raise ConfigError(
+                f"evaluation.prompts={self.prompts} with samples={self.samples} makes {self.prompts * self.samples} "
+                f"samples, more than any run ends with; lower one so that there are at most {MOST_SAMPLES}"
+            )
         if any(k < 1 for k in self.pass_k):
             raise ConfigError(f"evaluation.pass_k has {min(self.pass_k)}; each k must be at least 1")
         too_big = [k for k in self.pass_k if k > self.samples]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from orbit_cli.config.schema import bounds
 from orbit_cli.config.schema.base import AdapterConfig, AdapterKind, ModelConfig, QuantizationConfig
 from orbit_cli.config.schema.learning import (
     AlgorithmConfig,
@@ -59,9 +60,12 @@ class OrbitConfig:
             raise ConfigError(
                 f"seed={self.seed} is outside what the random generators take; set it from 0 to 2**32 - 1"
             )
-        # Here, after hardware: models of many GPUs have ${hardware.gpus} for it, and a plan of them on a CPU has 0.
-        if self.engine.tensor_parallel < 0:
-            raise ConfigError(f"engine.tensor_parallel={self.engine.tensor_parallel} must be at least 0")
+        bounds.at_least(self.engine, "engine", 1, "tensor_parallel")  # here: it may be made of hardware.gpus
+        if self.hardware.device is Device.cpu and self.hardware.gpus:
+            raise ConfigError(
+                f"hardware.gpus={self.hardware.gpus} with hardware.device=cpu: none of them would be used; set "
+                "hardware.gpus=0, or a hardware with GPUs, for example hardware=h200x1"
+            )
         needs_group = self.algorithm.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
         if needs_group and self.rollout.group_size < 2:
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 from orbit_cli.config.schema import bounds
 from orbit_cli.errors import ConfigError
 
+MOST_GPUS = 1024  # of one machine
 LONGEST_NAME = 200  # bytes; file systems take 255, and numbers and endings are added
 
 
@@ -69,7 +70,9 @@ class EngineConfig:
         bounds.at_least(self, "engine", 0, "cuda_graph_max_bs")
         bounds.positive(self, "engine", start_timeout_s=600)
         if not 0 < self.mem_fraction_static < 1:
-            raise ConfigError(f"engine.mem_fraction_static={self.mem_fraction_static} must lie between 0 and 1")
+            raise ConfigError(
+                f"engine.mem_fraction_static={self.mem_fraction_static} must lie between 0 and 1; set for example 0.7"
+            )
         if self.live_versions < 2:
             raise ConfigError(
                 f"engine.live_versions={self.live_versions} leaves no slot for the next version; set at least 2"
@@ -151,6 +154,8 @@ class HardwareConfig:
     def __post_init__(self) -> None:
         bounds.at_least(self, "hardware", 1, "memory_mib", "host_memory_mib", "threads")
         bounds.at_least(self, "hardware", 1 if self.device is Device.cuda else 0, "gpus")
+        if self.gpus > MOST_GPUS:
+            raise ConfigError(f"hardware.gpus={self.gpus} is more than one machine has; set at most {MOST_GPUS}")
         for name in ("bandwidth_gb_s", "link_gb_s", "host_gb_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
