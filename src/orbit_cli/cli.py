@@ -7,12 +7,16 @@ commands have no options but `--multirun` and `--cfg`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from orbit_cli.commands import config, doctor, evaluate, plan, quantize, report, rollout, sync_test, train
 from orbit_cli.commands.usage import usage_sentence
-from orbit_cli.errors import OrbitError
+from orbit_cli.errors import OrbitError, ToldInterrupt
 
 INTERRUPTED = 130
 HELP = """\
@@ -29,8 +33,32 @@ Every setting is an override, key=value: `orbit config` shows them all, `orbit c
     orbit report runs/NAME                             what came out of a run
 """
 
+
+class Commands(TyperGroup):
+    """The commands; says that one was interrupted, which Typer turns into exit code 130 without a word."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _interrupt_is_told():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _interrupt_is_told():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _interrupt_is_told() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if not isinstance(stop, ToldInterrupt):
+            print("orbit: interrupted", file=sys.stderr)
+        raise ToldInterrupt from stop
+
+
 app = typer.Typer(
     name="orbit",
+    cls=Commands,
     help=HELP,
     no_args_is_help=True,
     suggest_commands=False,  # usage.py does
@@ -62,7 +90,6 @@ def main() -> None:
         print(f"orbit: {usage_sentence(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        code = INTERRUPTED
-    if code == INTERRUPTED:  # Typer makes an exit code of Ctrl-C
         print("orbit: interrupted", file=sys.stderr)
+        code = INTERRUPTED
     sys.exit(code or 0)

@@ -8,6 +8,8 @@ OrbitError
 ├── ParityError          trainer and engine do not compute the same thing; names the cause; exit code 1
 └── RunError             a run stopped for a reason of its own (for example no prompt left a gradient)
 
+ToldInterrupt is a KeyboardInterrupt, no OrbitError: nothing failed.
+
 `UserError` is also a `ValueError`, so a check in a dataclass's `__post_init__` reads as ordinary Python.
 """
 
@@ -42,3 +44,7 @@ class ParityError(OrbitError):
 
 class RunError(OrbitError):
     """A run that cannot go on, for a reason that is not the user's input."""
+
+
+class ToldInterrupt(KeyboardInterrupt):
+    """A stop by Ctrl-C of which the person has been told already; exit code 130 without a further word."""

@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from orbit_cli import cli
+from orbit_cli.config import compose as compose_module
 from orbit_cli.config.compose import compose
+from orbit_cli.errors import ToldInterrupt
 
 COMMANDS = ["train", "rollout", "eval", "quantize", "sync-test", "config", "doctor", "report"]
 
@@ -153,6 +155,20 @@ def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(cli, "app", interrupted)
     assert orbit(monkeypatch, "train") == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stop", "told"), [(KeyboardInterrupt, "orbit: interrupted\n"), (ToldInterrupt, "")])
+def test_an_interrupted_command_says_so_once(
+    stop: type[BaseException], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through Typer, which would end with 130 and no word."""
+
+    def interrupted(*_: object) -> None:
+        raise stop
+
+    monkeypatch.setattr(compose_module, "read_overrides", interrupted)
+    assert orbit(monkeypatch, "config", "trainer.steps=3") == 130
+    assert capsys.readouterr().err == told
 
 
 def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from orbit_cli.adapters.peft_io import export_peft
 from orbit_cli.config.schema.root import OrbitConfig
-from orbit_cli.errors import ParityError
+from orbit_cli.errors import ParityError, ToldInterrupt
 from orbit_cli.models.build import TrainerModel
 from orbit_cli.planner.measured import planned_peaks
 from orbit_cli.quantization.identity import base_checksum
@@ -58,7 +58,7 @@ def train(config: OrbitConfig) -> dict[str, Any]:
         if stop.requested:
             steps = f"{session.state.step} of {config.trainer.steps}"
             recorder.notify(f"stopped after step {steps}; go on with: orbit train run.resume={folder.path}")
-            raise KeyboardInterrupt
+            raise ToldInterrupt
     return result
 
 

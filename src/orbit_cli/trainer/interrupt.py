@@ -10,6 +10,8 @@ import sys
 import threading
 from types import FrameType
 
+from orbit_cli.errors import ToldInterrupt
+
 
 class StopRequest:
     """Context manager around a run; `requested` turns true at the first SIGINT or SIGTERM after `begin`."""
@@ -37,6 +39,6 @@ class StopRequest:
         if not self._begun:
             print("\norbit: stopped before training began", file=sys.stderr, flush=True)
         if self.requested or not self._begun:
-            raise KeyboardInterrupt
+            raise ToldInterrupt
         self.requested = True
         print("\norbit: stopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
