@@ -72,6 +72,7 @@ def run(tmp_path: Path) -> tuple[RunFolder, list[dict[str, float]]]:
             "logprob_gap_mean": random.random() / 1000,
             "rollout_tokens": float(random.randint(100, 900)),
             "prompt_tokens": 1000.0,
+            "computed_tokens": float(random.randint(1000, 2000)),
             "swap_bytes": 1e6 + step,
             "swap_milliseconds": random.random(),
             "grading_failures": 1.0,
@@ -125,6 +126,8 @@ def test_figures_against_the_rows(run: tuple[RunFolder, list[dict[str, float]]])
     assert found["truncated_last_fifth"] == pytest.approx(fmean(row["truncated_share"] for row in rows[-2:]))
     seconds = [row["rollout_seconds"] for row in read_rows(folder.metrics) if row["kind"] == "train"]
     assert found["tokens_per_second"] == pytest.approx(sum(row["rollout_tokens"] for row in rows) / sum(seconds))
+    seconds = [row["train_seconds"] for row in read_rows(folder.metrics) if row["kind"] == "train"]
+    assert found["train_tokens_per_second"] == pytest.approx(sum(r["computed_tokens"] for r in rows) / sum(seconds))
     assert found["adapter"] == str(folder.adapter(11))
     assert json.loads(folder.summary.read_text())["steps"] == 11
 
@@ -207,7 +210,7 @@ def test_memory_and_layers_are_told_in_words(run: tuple[RunFolder, list[dict[str
     assert "512.0 MiB" in page and "held by the trainer: base packed" in page
     assert "<th>layers with routed experts (2)</th><td>2.0</td><td>4.0</td><td>8.0</td>" in page
     assert "<th>of these, the experts</th><td>1.2</td><td>3.0</td><td>6.0</td>" in page
-    assert "<th>layers without (1)</th><td>7.0</td>" in page
+    assert "<th>layers without such experts (1)</th><td>7.0</td>" in page
 
 
 def test_a_run_that_has_just_begun_has_a_page_too(tmp_path: Path) -> None:

@@ -200,3 +200,14 @@ def test_ranks_do_not_matter(make_model, tiny_base, tmp_path):
     mp.spawn(_rank, args=(2, port, str(tiny_base[1]), str(out)), nprocs=2)
     alone = delta(make_model(), trajectories(), config_for(**{"trainer.micro_batch_tokens": 40}))
     assert close(alone, torch.load(out))
+
+
+def test_tokens_are_counted_where_they_are_computed(make_model):
+    """A group whose rewards are all equal has no gradient: its samples are never forwarded, and are not counted."""
+    samples = trajectories()
+    for sample in samples[:4]:
+        sample.reward = 1.0
+    config = config_for()
+    model = make_model()
+    metrics = optimise(model, torch.optim.SGD(model.bank.parameters()), prepare(samples, config), config, 0)
+    assert metrics["computed_tokens"] == sum(len(sample.token_ids) for sample in samples[4:])

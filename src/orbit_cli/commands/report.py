@@ -21,10 +21,8 @@ def report(
     """
     from orbit_cli.telemetry.report import figures, summary_text, write_report
 
-    found = figures(run)
     if as_json:
-        print(json.dumps(found, indent=2, allow_nan=False))
+        print(json.dumps(figures(run), indent=2, allow_nan=False))
         return
-    page = write_report(run)
-    print(summary_text(found))
-    print(f"report   {page}")
+    write_report(run)
+    print(summary_text(figures(run)))  # which names the page

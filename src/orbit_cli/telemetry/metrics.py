@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from orbit_cli.errors import UserError
 from orbit_cli.telemetry.files import write_atomic
-from orbit_cli.telemetry.names import KINDS
+from orbit_cli.telemetry.names import KINDS, ROW_KEYS
 
 
 class JsonLines:
@@ -80,12 +80,24 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
-            if "kind" in rows[-1]:
-                rows[-1]["step"]  # every row of metrics.jsonl has one, and readers count on it
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is damaged in line {number} ({error!r}); remove that line") from error
+            rows.append(_checked(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path} is damaged in line {number} ({error}); remove that line") from error
     return rows
+
+
+def _checked(row: Any) -> dict[str, Any]:
+    """A row whose readers may count on its form: a step, and of metrics.jsonl numbers under all other names."""
+    if not isinstance(row, dict):
+        raise TypeError(f"{json.dumps(row)[:40]} is no row")
+    if "kind" not in row and "step" not in row:
+        return row
+    if not isinstance(row.get("step"), int):
+        raise TypeError(f"step is {row.get('step')!r} and no whole number")
+    for name, value in row.items() if "kind" in row else ():
+        if name not in ROW_KEYS and not isinstance(value, int | float | None):
+            raise TypeError(f"{name} is {value!r} and no number")
+    return row
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -36,6 +36,7 @@ NAMES: dict[str, str] = {
     "loss_divisor_sequences": "sequences that the loss is divided by, over the whole step",
     "trained_samples": "samples with a gradient",
     "trained_tokens": "policy tokens with a gradient",
+    "computed_tokens": "tokens (prompt and response) of the samples with a gradient, once per epoch",
     "grad_norm": "norm of the adapter's gradient before clipping",
     "learning_rate": "learning rate of the step",
     "entropy": "mean entropy of the policy over the full vocabulary, at the sampling temperature, in nats",
@@ -59,7 +60,7 @@ NAMES: dict[str, str] = {
     "step_seconds": "time of the whole step",
     "rollout_tokens": "tokens sampled in the step",
     "rollout_tokens_per_second": "tokens sampled per second of rollout",
-    "train_tokens_per_second": "tokens (prompt and response) of the step per second of optimisation",
+    "train_tokens_per_second": "computed_tokens per second of optimisation; what has no gradient is not computed",
     # adapter
     "swap_bytes": "bytes of the published adapter version",
     "swap_milliseconds": "time until the engine held and confirmed it",

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from orbit_cli.config.schema import OrbitConfig
-from orbit_cli.telemetry.files import read_json, write_json
+from orbit_cli.telemetry.files import intact, read_json, write_json
 
 _DIVISORS = {
     "token_mean": "policy tokens of the optimiser step",
@@ -47,8 +47,9 @@ class Receipts:
         found = read_json(path)
         if found is None:
             return None
-        blocks = {title: [(label, text) for label, text in lines] for title, lines in found["blocks"].items()}
-        return cls(blocks=blocks, adapted=[AdaptedRow(**row) for row in found["adapted"]])
+        with intact(path):
+            blocks = {title: [(label, text) for label, text in lines] for title, lines in found["blocks"].items()}
+            return cls(blocks=blocks, adapted=[AdaptedRow(**row) for row in found["adapted"]])
 
     def lines(self) -> list[str]:
         """As text, for the console."""

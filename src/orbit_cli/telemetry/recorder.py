@@ -125,9 +125,8 @@ class Recorder:
         """Training step number `step` (from 1) is done."""
         seconds = {f"{name}_seconds": self._seconds.pop(name, 0.0) for name in ("rollout", "train", "sync")}
         row: dict[str, float | None] = {**metrics, **seconds, "step_seconds": sum(seconds.values())}
-        sampled = metrics.get("rollout_tokens", 0.0)
-        row["rollout_tokens_per_second"] = _rate(sampled, seconds["rollout_seconds"])
-        row["train_tokens_per_second"] = _rate(sampled + metrics.get("prompt_tokens", 0.0), seconds["train_seconds"])
+        row["rollout_tokens_per_second"] = _rate(metrics.get("rollout_tokens", 0.0), seconds["rollout_seconds"])
+        row["train_tokens_per_second"] = _rate(metrics.get("computed_tokens", 0.0), seconds["train_seconds"])
         row["rss_gib"] = rss_gib()
         self._write_samples(step, trajectories)
         self.record("train", step, row)

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from orbit_cli.telemetry.files import read_json, write_atomic, write_json
+from orbit_cli.telemetry.files import intact, read_json, write_atomic, write_json
 from orbit_cli.telemetry.memory import column_words
 from orbit_cli.telemetry.metrics import read_rows
-from orbit_cli.telemetry.run_folder import RunFolder
+from orbit_cli.telemetry.run_folder import RunFolder, RunState
 
 PHASES = ("rollout", "train", "sync")  # of a step
 
@@ -22,6 +22,7 @@ def figures(run: Path) -> dict[str, Any]:
     """Figures of a run folder; null where a run has not come that far.
 
     - run, status, steps: folder, how it stands (a process that died without a word is "killed"), finished steps
+    - error: what a failed run failed with
     - reward_first_fifth, reward_last_fifth: mean of reward_mean over the first and last fifth of the steps
     - eval_before, eval_after: {step, accuracy, low, high, pass@k...} of the first and the last evaluation
     - logprob_gap_mean: mean over steps of the mean |log-prob gap|; logprob_gap_max_step: the largest step's mean
@@ -31,7 +32,7 @@ def figures(run: Path) -> dict[str, Any]:
     - step_seconds: mean; phase_seconds: {rollout, train, sync} of it; seconds: {rollout, train, sync, eval} in total
     - memory_gib, memory_planned_gib: {column: largest peak of all phases} of memory.json, measured and planned
     - grading_failures: samples left out because their grader failed
-    - adapter, report: paths, if they are there
+    - adapter, checkpoint, report: paths, if they are there; the newest of each
 
     Raises UserError if `run` is no run folder.
     """
@@ -41,12 +42,15 @@ def figures(run: Path) -> dict[str, Any]:
     evals = [row for row in rows if row["kind"] == "eval"]
     steps = train[-1]["step"] if train else 0
     fifth = max(1, len(train) // 5)
-    adapter = folder.latest_adapter()
+    status, state = folder.status(), _state(folder, steps)
+    adapter, checkpoint = folder.latest_adapter(), folder.latest_checkpoint()
     gaps = values(train, "logprob_gap_mean")
     return {
         "run": str(folder.path),
-        "status": _state(folder, steps),
+        "status": state,
+        "error": status.error if state == RunState.failed and status is not None else None,
         "steps": steps,
+        "checkpoint": str(checkpoint) if checkpoint is not None else None,
         "reward_first_fifth": _mean(values(train[:fifth], "reward_mean")),
         "reward_last_fifth": _mean(values(train[-fifth:], "reward_mean")),
         "eval_before": _evaluation(evals[0]) if evals else None,
@@ -62,7 +66,7 @@ def figures(run: Path) -> dict[str, Any]:
         "step_seconds": _mean(values(train, "step_seconds")),
         "phase_seconds": {phase: _mean(values(train, f"{phase}_seconds")) for phase in PHASES},
         "seconds": {phase: sum(values(rows, f"{phase}_seconds")) for phase in (*PHASES, "eval")},
-        **_memory(read_json(folder.memory) or {}),
+        **_memory(folder),
         "grading_failures": int(sum(values(train, "grading_failures"))),
         "adapter": str(adapter) if adapter is not None else None,
         "report": str(folder.report) if folder.report.is_file() else None,
@@ -94,12 +98,21 @@ def summary_text(found: dict[str, Any]) -> str:
         ("speed", _speed(found)),
         ("memory", _memory_text(found)),
         ("run", f"{found['run']}  ({found['status']}, {found['steps']} steps)"),
+        ("failed with", found["error"]),
         ("adapter", found["adapter"]),
         ("report", found["report"]),
     ]
-    if found["adapter"]:
-        lines.append(("next", f"orbit eval run.adapter={found['run']}"))
+    lines += zip(("next", "or"), _next(found), strict=False)
     return "\n".join(f"{label:<13} {text}" for label, text in lines if text)
+
+
+def _next(found: dict[str, Any]) -> list[str]:
+    """Commands to go on with. A run that stands still before its end is resumed; what it has can be evaluated."""
+    stands = found["status"] in ("killed", RunState.interrupted, RunState.failed) and (
+        found["steps"] or found["checkpoint"]
+    )
+    resume = [f"orbit train run.resume={found['run']}"] if stands else []
+    return resume + ([f"orbit eval run.adapter={found['run']}"] if found["adapter"] or found["checkpoint"] else [])
 
 
 def values(rows: list[dict[str, Any]], name: str) -> list[float]:
@@ -124,15 +137,17 @@ def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
     return named | {name: value for name, value in row.items() if name.startswith(("pass@", "avg_k", "maj_k"))}
 
 
-def _memory(record: dict[str, Any]) -> dict[str, dict[str, float]]:
+def _memory(folder: RunFolder) -> dict[str, dict[str, float]]:
+    record = read_json(folder.memory) or {}
     measured: dict[str, float] = {}
     planned: dict[str, float] = {}
-    for phase in record.get("phases", {}).values():
-        for column, gib in phase.items():
-            measured[column] = max(gib, measured.get(column, 0.0))
-    for columns in record.get("planned", {}).values():
-        for column, pair in columns.items():
-            planned[column] = max(pair["planned_gib"], planned.get(column, 0.0))
+    with intact(folder.memory):
+        for phase in record.get("phases", {}).values():
+            for column, gib in phase.items():
+                measured[column] = max(gib, measured.get(column, 0.0))
+        for columns in record.get("planned", {}).values():
+            for column, pair in columns.items():
+                planned[column] = max(pair["planned_gib"], planned.get(column, 0.0))
     return {"memory_gib": measured, "memory_planned_gib": planned}
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from orbit_cli.telemetry.charts import Series, line_chart, number, stacked_bars
-from orbit_cli.telemetry.files import read_json
+from orbit_cli.telemetry.files import intact, read_json
 from orbit_cli.telemetry.memory import column_words
 from orbit_cli.telemetry.metrics import read_rows
 from orbit_cli.telemetry.receipts import Receipts
@@ -28,11 +29,12 @@ def page(folder: RunFolder, figures: dict[str, Any]) -> str:
         [
             f"<h1>{title}</h1>",
             f"<p class='sub'>{escape(str(folder.path))} · {figures['status']} · {figures['steps']} steps</p>",
+            f"<p>failed with {escape(figures['error'])}</p>" if figures["error"] else "",
             _tiles(figures),
             _section("Curves", f"<div class='charts'>{''.join(_charts(rows))}</div>" if rows else ""),
-            _section("Memory", _memory(folder)),
-            _section("Layers", _layers(folder)),
-            _section("Samples to read", _samples(folder)),
+            _section("Memory", _read(folder.memory, _memory, folder)),
+            _section("Layers", _read(folder.layers, _layers, folder)),
+            _section("Samples to read", _read(folder.samples, _samples, folder)),
             _section("Receipts", _receipts(folder)),
             _section(
                 "Figures", f"<details><summary>as text</summary><pre>{escape(summary_text(figures))}</pre></details>"
@@ -48,6 +50,11 @@ def page(folder: RunFolder, figures: dict[str, Any]) -> str:
         f"initial-scale=1'><meta name='color-scheme' content='light dark'><title>{title} · Orbit</title>"
         f"<style>{STYLE.read_text()}</style></head><body><main>{body}</main></body></html>\n"
     )
+
+
+def _read(path: Path, make: Callable[[RunFolder], str], folder: RunFolder) -> str:
+    with intact(path):
+        return make(folder)
 
 
 def _section(title: str, content: str) -> str:
@@ -139,7 +146,7 @@ def _charts(rows: list[dict[str, Any]]) -> list[str]:
 
 def _memory(folder: RunFolder) -> str:
     found = read_json(folder.memory)
-    if not found or not found["phases"]:
+    if not found or not found.get("phases"):
         return ""
     columns = sorted({key for phase in found["phases"].values() for key in phase})
     head = "".join(f"<th>{escape(column_words(column))}</th>" for column in columns)
@@ -164,15 +171,22 @@ def _planned(memory: dict[str, Any]) -> str:
     if not shown:
         return ""
     lines = "".join(
-        f"<tr><th>{escape(name)}</th><td>{_size(pair['planned_gib'])}</td><td>{_size(pair['measured_gib'])}</td>"
-        f"<td>{'' if pair['off_percent'] is None else format(pair['off_percent'], '+.0f') + ' %'}</td></tr>"
+        f"<tr><th>{escape(name)}</th>{_sizes(pair['planned_gib'], pair['measured_gib'])}"
+        f"<td>{_percent(pair['off_percent'])}</td></tr>"
         for name, pair in shown
     )
     return f"<p></p><table><tr><th></th><th>planned</th><th>measured</th><th>planned too much</th></tr>{lines}</table>"
 
 
-def _size(gib: float) -> str:
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
+def _sizes(planned: float, measured: float) -> str:
+    """Two cells that are compared, so both in one unit: that of the larger."""
+    factor, unit = (1.0, "GiB") if max(planned, measured) >= 1 else (1024.0, "MiB")
+    digits = 2 if unit == "GiB" else 1
+    return "".join(f"<td>{factor * gib:.{digits}f} {unit}</td>" for gib in (planned, measured))
+
+
+def _percent(off: float | None) -> str:
+    return "" if off is None else f"{round(off):+d} %" if round(off) else "0 %"
 
 
 def _layers(folder: RunFolder) -> str:
@@ -181,7 +195,8 @@ def _layers(folder: RunFolder) -> str:
     if not found:
         return ""
     lines = ""
-    for kind, routed in (("layers with routed experts", True), ("layers without", False)):
+    dense = "layers" if not any("experts_kept_mib" in row for row in found["layers"]) else "layers without such experts"
+    for kind, routed in (("layers with routed experts", True), (dense, False)):
         rows = [row for row in found["layers"] if ("experts_kept_mib" in row) is routed]
         for prefix, words in (("", f"{kind} ({len(rows)})"), ("experts_", "of these, the experts")):
             if rows and prefix + "kept_mib" in rows[0]:

@@ -184,6 +184,10 @@ class RunFolder:
         numbered = [path for path in complete if path.name.isdecimal()]
         return max(numbered, key=lambda path: int(path.name), default=None)
 
+    def latest_checkpoint(self) -> Path | None:
+        """Folder of the newest complete checkpoint (trainer/checkpoint.py writes them)."""
+        return max((path.parent for path in self.checkpoints.glob("step_*/meta.json")), default=None)
+
     def load_config(self) -> OrbitConfig:
         """The resolved config. Raises ConfigError if it cannot be read."""
         return read_yaml(self.config)

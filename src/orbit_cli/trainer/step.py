@@ -83,6 +83,7 @@ def optimise(
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(trainer, step)
     norms, divisors, losses = [], [], []
+    computed = 0  # tokens of the samples that go forward and backward, on all ranks
     for _ in range(trainer.epochs):
         for rows in mini_batches(prepared.groups, trainer.minibatches):
             divisor = _divisor(batch.select(rows), algorithm)
@@ -92,7 +93,9 @@ def optimise(
             model.bank.materialize()
             model.bank.zero_grad()
             loss = 0.0
-            split = micro_batches(batch, own_share(_with_gradient(batch, rows, algorithm)), trainer.micro_batch_tokens)
+            used = _with_gradient(batch, rows, algorithm)
+            computed += int(batch.lengths[used].sum())
+            split = micro_batches(batch, own_share(used), trainer.micro_batch_tokens)
             for number, micro_rows in enumerate(split):
                 if number:
                     return_memory(model.device)
@@ -115,6 +118,7 @@ def optimise(
         "grad_norm": max(norms, default=0.0),
         "learning_rate": learning_rate(trainer, step),
         "trained_samples": float(prepared.trained),
+        "computed_tokens": float(computed),
     }
 
 
