@@ -22,7 +22,7 @@ from orbit_cli.errors import ConfigError
         ("environment.max_turns=1000000", r"environment\.max_turns=1000000 is more than any run ends with"),
         (
             "hardware.gpus=2",
-            r"hardware\.gpus=2 with hardware\.device=cpu: none .*; set hardware\.gpus=0, or a hardware",
+            r"hardware\.gpus=2 with hardware\.device=cpu: none .*; set hardware\.gpus=0",
         ),
         ("engine.start_timeout_s=-1", r"start_timeout_s=-1\.0 must be positive"),
         ("engine.mem_fraction_static=1.5", r"mem_fraction_static=1\.5 must lie between"),

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
+from orbit_cli.config.schema.architecture import NUMBERS
 from orbit_cli.config.schema.base import ModelConfig
 from orbit_cli.errors import ConfigError
 from orbit_cli.quantization.files import copy_side_files, save_tensors, write_json
@@ -53,10 +55,14 @@ def _build_config(model: ModelConfig) -> Any:
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # of SmolLM2's tokenizer
     fields = {**special, **model.architecture}
     model_type = fields.pop("model_type")
+    fields |= {name: float(fields[name]) for name in NUMBERS if isinstance(fields.get(name), int)}
     try:
         return AutoConfig.for_model(model_type, **fields)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"model.architecture of type {model_type} is refused by transformers: {error}") from error
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(
+            f"model.architecture of type {model_type} is refused by transformers: {why}; correct model.architecture"
+        ) from error
 
 
 def _config_json(config: Any, architecture: str) -> dict[str, Any]:

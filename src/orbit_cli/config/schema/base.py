@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from orbit_cli.config.schema import bounds
+from orbit_cli.config.schema.architecture import check_architecture
 from orbit_cli.errors import ConfigError
 
 
@@ -85,6 +86,8 @@ class ModelConfig:
                 f"model.source={self.source} with model.architecture needs model.architecture.model_type, for example "
                 "model.architecture.model_type=llama"
             )
+        if self.source is ModelSource.random:
+            check_architecture(self.architecture)
 
 
 class NumberFormat(StrEnum):

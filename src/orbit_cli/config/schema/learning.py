@@ -206,7 +206,7 @@ class TrainerConfig:
         bounds.positive(self, "trainer", learning_rate=1e-4, adam_eps=1e-8)
         if self.checkpoint_every < 0:
             raise ConfigError(
-                f"trainer.checkpoint_every={self.checkpoint_every} must be at least 0; set 0 for the last step only, or 1 or more"
+                f"trainer.checkpoint_every={self.checkpoint_every} must be at least 0; set 0 for the last step only"
             )
 
 
