@@ -27,7 +27,8 @@ ALLOWED = {
     "config": {"errors"},
     "cli": {"commands", "errors"},
     "__main__": {"cli"},
-    "planner": EVERYWHERE | {"engine.arguments", "engine.targets", "models.families"},  # constants, without torch
+    # Constants and checks of what is set, without torch.
+    "planner": EVERYWHERE | {"engine.arguments", "engine.targets", "environments.params", "models.families"},
     "commands": EVERYWHERE | {"planner", "quantization", "runs", "sync", "telemetry"},  # of two their results' types
     "algorithms": set(),
     "quantization": EVERYWHERE | {"orbit_kernels"},

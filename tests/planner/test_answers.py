@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from orbit_cli.planner.model import read_model
 from orbit_cli.planner.notes import notes
 from orbit_cli.planner.part import Side
 from orbit_cli.planner.plan import make_plan
+from orbit_cli.planner.preflight import preflight
 from orbit_cli.planner.view import to_json
 
 SHARED = "memory.shared_base=true"
@@ -78,6 +80,50 @@ def test_qwen3_moe_in_int4_on_one_card_of_24_gb() -> None:
 )
 def test_other_limits_have_their_sentence(overrides: tuple[str, ...], words: str) -> None:
     assert any(words in limit for limit in planned(*overrides).limits)
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "rollout", "eval"])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ("adapter.block_size=7",),
+            "block_size=7 does not divide the 64 inputs of q_proj in tiny_dense; set adapter.b",
+        ),
+        (("adapter.block_size=4096",), "set adapter.block_size to 8, 16, 32 or 64"),
+        (
+            ("adapter.block_size=64", "engine.tensor_parallel=4"),
+            "the 32 inputs of o_proj in tiny_dense on each of engi",
+        ),
+        (("model.architecture.hidden_size=65",), "no block divides all of its widths (65, 128); set adapter=lora"),
+        (("engine.attention_backend=flashinfr",), "is none of SGLang's; nearest are flashinfer"),
+        (("engine.moe_runner_backend=abc",), "engine.moe_runner_backend=abc is none of SGLang's; it has auto, "),
+        (("environment.params.min_terms=abc",), "min_terms=abc must be a whole number for the task chain_sum; set"),
+        (("environment=compare_numbers", "environment.params.digits=two"), "digits=two must be a whole number for"),
+        (("environment.task=chain_sums",), "did you mean chain_sum"),
+        (("environment=math_file", "environment.path=/nowhere.jsonl"), "environment.path=/nowhere.jsonl is no file"),
+    ],
+)
+def test_a_plan_and_its_run_refuse_the_same(overrides: tuple[str, ...], words: str, command: str) -> None:
+    config = composed("recipe=smoke_dense_oft", *overrides)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        make_plan(config) if command == "plan" else preflight(config, command=command)
+
+
+def test_blocks_of_a_stored_adapter_are_its_own() -> None:
+    overrides = ("recipe=smoke_dense_oft", "adapter.block_size=7", "run.adapter=runs/one")
+    assert planned(*overrides, trains=False).fits
+    with pytest.raises(ConfigError, match="block_size=7 does not divide"):
+        planned(*overrides)
+    with pytest.raises(ConfigError, match="does not divide the 512 inputs of kv_b_proj in kimi_k26"):
+        planned("model=kimi_k26", "hardware=b200x8", "adapter.block_size=7")
+
+
+def test_a_field_that_is_null_is_not_called_missing(tmp_path: Path) -> None:
+    content = composed("model=qwen3_4b").model.architecture | {"num_hidden_layers": None}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="num_hidden_layers=null must be a whole number"):
+        planned("model=checkpoint", f"model.path={tmp_path}", "hardware=h200x1")
 
 
 @pytest.mark.parametrize(

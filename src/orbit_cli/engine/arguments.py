@@ -13,6 +13,17 @@ from typing import Any
 from orbit_cli.config.schema.system import Device, EngineConfig, HardwareConfig
 from orbit_cli.errors import ConfigError
 
+# SGLang's own choices (0.5.17); a test compares them.
+ATTENTION_BACKENDS = (
+    "triton", "torch_native", "flex_attention", "dsa", "nsa", "dsv4", "compressed", "cutlass_mla", "fa3", "fa4",
+    "flashinfer", "flashmla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla", "trtllm_mha", "dual_chunk_flash_attn",
+    "hpc_ops", "aiter", "wave", "intel_amx", "ascend", "intel_xpu",
+)  # fmt: skip
+MOE_RUNNER_BACKENDS = (
+    "auto", "deep_gemm", "triton", "triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm",
+    "flashinfer_trtllm_routed", "flashinfer_cutlass", "flashinfer_mxfp4", "flashinfer_cutedsl", "cutlass", "aiter",
+    "marlin", "humming", "experimental_sgl_marlin", "hpc_ops",
+)  # fmt: skip
 CPU_TOKENS = 65536  # KV cache on a CPU unless the config says otherwise
 
 # Arguments that Orbit's own design fixes: another value would break adapters, stamps or seeds without a word.
@@ -23,12 +34,8 @@ FIXED = ("enable_lora", "lora_paths", "max_loaded_loras", "lora_target_modules",
 def server_arguments(
     base: Path, engine: EngineConfig, hardware: HardwareConfig, model_dtype: str, seed: int
 ) -> dict[str, Any]:
-    """Keyword arguments of SGLang's ServerArgs. Raises ConfigError for an `engine.extra` that Orbit sets itself."""
-    taken = sorted(set(engine.extra) & set(FIXED))
-    if taken:
-        raise ConfigError(
-            f"engine.extra.{taken[0]} is set, but Orbit sets {taken[0]} itself for its adapters; leave it out"
-        )
+    """Keyword arguments of SGLang's ServerArgs. Raises ConfigError for what `check_engine` refuses."""
+    check_engine(engine)
     arguments = {
         "model_path": str(base),
         "dtype": model_dtype,
@@ -54,6 +61,26 @@ def server_arguments(
     }
     arguments |= _cpu(engine) if hardware.device is Device.cpu else _cuda(engine)
     return arguments | dict(engine.extra)
+
+
+def check_engine(engine: EngineConfig) -> None:
+    """Refuse what SGLang does not know, or Orbit sets itself, before an engine is started. Raises ConfigError."""
+    taken = sorted(set(engine.extra) & set(FIXED))
+    if taken:
+        raise ConfigError(
+            f"engine.extra.{taken[0]} is set, but Orbit sets {taken[0]} itself for its adapters; leave it out"
+        )
+    for name, known, usual in (
+        ("attention_backend", ATTENTION_BACKENDS, "null"),
+        ("moe_runner_backend", MOE_RUNNER_BACKENDS, "triton"),
+    ):
+        value = getattr(engine, name)
+        if value is not None and value not in known:
+            near = difflib.get_close_matches(value, known, n=3, cutoff=0.5)
+            hint = f"nearest are {', '.join(near)}" if near else f"it has {', '.join(known)}"
+            raise ConfigError(
+                f"engine.{name}={value} is none of SGLang's; {hint}; set engine.{name}={usual} if in doubt"
+            )
 
 
 def _cpu(engine: EngineConfig) -> dict[str, Any]:

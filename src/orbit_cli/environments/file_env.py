@@ -13,6 +13,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from orbit_cli.environments.params import check_file
 from orbit_cli.environments.protocol import EnvironmentSetup, Step
 from orbit_cli.errors import ConfigError
 from orbit_cli.types import Prompt
@@ -130,16 +131,10 @@ def epoch_order(seed: int, epoch: int, rows: int) -> list[int]:
 
 def read_rows(config_field: str, path: str) -> list[dict[str, Any]]:
     """All rows of a .jsonl or .parquet file. Raises ConfigError naming the config field."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        beside = sorted(p.name for p in file.parent.glob("*") if p.suffix in READERS) if file.parent.is_dir() else []
-        there = f"; {file.parent} has {', '.join(beside[:8])}" if beside else ""
-        raise ConfigError(f"{config_field}={path} is no file{there}; set it to a .jsonl or .parquet file")
-    if file.suffix not in READERS:
-        raise ConfigError(f"{config_field}={path} must end in .jsonl or .parquet; convert the file")
+    file = check_file(config_field, path)
     rows = READERS[file.suffix](config_field, file)
     if not rows:
-        raise ConfigError(f"{config_field}={path} has no rows")
+        raise ConfigError(f"{config_field}={path} has no rows; write a JSON object per line, or set another file")
     return rows
 
 

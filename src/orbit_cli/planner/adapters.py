@@ -6,6 +6,7 @@ of b^2. LoRA (2106.09685): r (K + N) numbers for a linear of K inputs and N outp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from orbit_cli.config.schema.base import AdapterConfig, AdapterKind
@@ -18,6 +19,7 @@ ROLES |= {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # DeepSeek V4'
 ADAPTABLE = (Category.attention, Category.shared, Category.dense)
 # What engines multiply as one linear: slots exist for all of it as soon as one of it is adapted.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+BLOCKS = (8, 16, 32, 64, 128, 256)  # sizes that are suggested where they fit
 ROW_PARALLEL = ("o_proj", "down_proj", "wo_b", "w2")  # their input is split over tensor-parallel ranks
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wkv")  # every rank has all of it
 
@@ -87,6 +89,27 @@ def check_targets(shape: ModelShape, adapter: AdapterConfig, name: str) -> None:
                 f"adapter.{key} has {missing[0]!r}, which layers {adapter.layers} do not have; set adapter.layers=[] "
                 "for all"
             )
+
+
+def check_blocks(trained: list[Site], adapter: AdapterConfig, name: str, ranks: int = 1) -> None:
+    """Refuse rotation blocks that do not divide the inputs of a linear of the model `name`, or the share of them that
+    one of `ranks` tensor-parallel ranks of the engine has. Raises ConfigError with those that do."""
+    if adapter.kind is not AdapterKind.oft:
+        return
+    split = {site: site.inputs // (ranks if site.name in ROW_PARALLEL and not site.experts else 1) for site in trained}
+    odd = next((site for site in trained if split[site] % adapter.block_size), None)
+    if odd is None:
+        return
+    common = math.gcd(*split.values())
+    fitting = [b for b in BLOCKS if common % b == 0] or [b for b in range(2, min(common, 1024) + 1) if common % b == 0]
+    what = f"adapter.block_size={adapter.block_size} does not divide the {split[odd]} inputs of {odd.name} in {name}"
+    if split[odd] != odd.inputs:
+        what += f" on each of engine.tensor_parallel={ranks} ranks"
+    if fitting:
+        *but_last, last = map(str, fitting[-8:])
+        raise ConfigError(f"{what}; set adapter.block_size to {', '.join(but_last)}{' or ' * bool(but_last)}{last}")
+    widths = ", ".join(map(str, sorted(set(split.values()))))
+    raise ConfigError(f"{what}, and no block divides all of its widths ({widths}); set adapter=lora")
 
 
 def sites(shape: ModelShape, adapter: AdapterConfig) -> list[Site]:

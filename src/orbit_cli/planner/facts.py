@@ -35,6 +35,8 @@ class Facts:
         """A whole number, at least 1 unless its default is 0; it must be there if it has none. Raises ConfigError."""
         value = self.text.get(key)
         if value is None:
+            if default is None and key in self.text:
+                raise ConfigError(f"{self.where}: {key}=null must be a whole number of at least 1; copy the file again")
             if default is None:
                 raise ConfigError(
                     f"{self.where} has no {key}, without which a {self.model_type} cannot be sized; add it, or set "

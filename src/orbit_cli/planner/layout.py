@@ -68,6 +68,11 @@ def decide(config: OrbitConfig, shape: ModelShape, base_bytes: int, memory: int 
     return layout
 
 
+def engine_ranks(config: OrbitConfig, layout: Layout) -> int:
+    """Processes over which the engine splits every matrix; on a CPU too, where they share one memory."""
+    return config.engine.tensor_parallel if layout.engine is EngineLayout.tensor_parallel or not layout.on_gpu else 1
+
+
 def _trainer(config: OrbitConfig, shape: ModelShape, base: int, memory: int | None, gpus: int) -> TrainerLayout:
     if config.memory.trainer_layout is not TrainerLayout.auto:
         return config.memory.trainer_layout
@@ -85,8 +90,9 @@ def _engine(config: OrbitConfig, trainer: TrainerLayout, gpus: int) -> EngineLay
 
 
 def _check(config: OrbitConfig, shape: ModelShape, layout: Layout) -> None:
-    if layout.engine is EngineLayout.tensor_parallel and shape.heads % layout.engine_gpus:
-        ranks, gpus = layout.engine_gpus, config.hardware.gpus
+    ranks = engine_ranks(config, layout)
+    if shape.heads % ranks:
+        gpus = config.hardware.gpus
         fitting = max(n for n in range(1, min(ranks, shape.heads) + 1) if shape.heads % n == 0)
         every = ranks == gpus  # models of many GPUs have ${hardware.gpus} for it
         raise ConfigError(

@@ -12,11 +12,13 @@ from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import ComputeDtype
 from orbit_cli.config.schema.memory import Offload, TrainerLayout
 from orbit_cli.config.schema.system import Device
+from orbit_cli.engine.arguments import check_engine
+from orbit_cli.environments.params import check_environment
 from orbit_cli.errors import ConfigError
-from orbit_cli.planner.adapters import Site, check_targets, served_sites, sites
+from orbit_cli.planner.adapters import Site, check_blocks, check_targets, served_sites, sites
 from orbit_cli.planner.checkpoint import own_config
 from orbit_cli.planner.host import Host, waiting
-from orbit_cli.planner.layout import Layout, decide
+from orbit_cli.planner.layout import Layout, decide, engine_ranks
 from orbit_cli.planner.lengths import Lengths, check_evaluation, lengths
 from orbit_cli.planner.machine import host_memory
 from orbit_cli.planner.model import Model, read_model
@@ -100,6 +102,9 @@ def make_plan(
 
     `like` is a plan of the same model and base, whose counts are used again where they are the same.
     """
+    if like is None:  # what is tried for advice changes nothing of these
+        check_engine(config.engine)
+        check_environment(config.environment)
     model = like.model if like is not None else model or read_model(config)
     adapted = like.adapted if like is not None and like.config.adapter is config.adapter else None
     if adapted is None:
@@ -109,6 +114,8 @@ def make_plan(
     on_gpu = config.hardware.device is Device.cuda
     memory = config.hardware.memory_mib * MIB if config.hardware.memory_mib else None if on_gpu else host_memory()
     layout = decide(config, model.shape, model.base_bytes, memory)
+    if trains or not config.run.adapter:  # else the adapter's own blocks count
+        check_blocks(adapted.trained, config.adapter, config.model.name, engine_ranks(config, layout))
     spread = trains and layout.trainer is not TrainerLayout.replicated  # whole copies may each take a whole micro-batch
     counted = lengths(config, layout.trainer_gpus if spread else 1)
     shared = {

@@ -20,6 +20,7 @@ from orbit_cli.planner.checkpoint import facts_of
 from orbit_cli.planner.families import FAMILIES
 from orbit_cli.planner.gpus import Gpu, usable_gpus
 from orbit_cli.planner.machine import TORCH_MAPS, address_space
+from orbit_cli.planner.model import read_model
 from orbit_cli.planner.part import size
 from orbit_cli.planner.plan import MIB, WORK, Plan, make_plan
 from orbit_cli.planner.today import plan_command, runs_today, still_missing
@@ -178,13 +179,14 @@ def _count(found: list[Gpu] | None) -> int | None:
 
 
 def _plan(config: OrbitConfig, trains: bool) -> Plan | None:
-    """The plan; None for a model whose family is not known here, and on a CPU for whatever cannot be planned."""
+    """The plan; None for a model whose family is not known here, and on a CPU for one that cannot be sized."""
     facts = facts_of(config.model) if config.model.path or config.model.architecture else None
     if facts is None or facts.model_type not in FAMILIES:
         return None
     try:
-        return make_plan(config, trains=trains)
+        model = read_model(config)
     except ConfigError:
         if config.hardware.device is Device.cuda:
             raise
         return None  # what works on a CPU is not refused for a figure that is missing
+    return make_plan(config, model=model, trains=trains)
