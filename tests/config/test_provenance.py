@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orbit_cli.config.compose import compose_layers
+from orbit_cli.config.compose import compose, compose_layers
 from orbit_cli.config.explain import explain
 from orbit_cli.config.provenance import provenance, provenance_table
 from orbit_cli.config.resume import resumed_config
@@ -91,3 +91,14 @@ def test_a_resumed_run_keeps_its_config_but_for_what_is_set(tmp_path: Path) -> N
     for override in ("adapter=oft", "recipe=main_job", "experiment=main_job"):
         with pytest.raises(ConfigError, match="keeps its own"):
             resumed_config([f"run.resume={tmp_path}", override], str(tmp_path))
+
+
+@pytest.mark.parametrize("size", [0, 60, 150, 400, 3000])
+def test_a_config_that_was_cut_is_called_damaged(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(compose(["recipe=smoke_moe_lora"]))[:size])
+    with pytest.raises(ConfigError) as caught:
+        resumed_config([f"run.resume={tmp_path}"], str(tmp_path))
+    sentence = str(caught.value)
+    assert str(path) in sentence and "restore the file" in sentence and len(sentence.splitlines()) == 1
+    assert "logging" in sentence or "YAML" in sentence

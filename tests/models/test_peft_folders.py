@@ -183,6 +183,45 @@ def test_the_block_size_is_read_from_the_tensors(tmp_path):
     assert read_peft(folder).spec.block_size == 16
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "complaint"),
+    [
+        ("oft", "[]", r"holds \[\] and no mapping"),
+        ("lora", {"lora_alpha": ...}, "has no lora_alpha, and it must be a number"),
+        ("lora", {"r": ...}, "has no r, and it must be a whole number"),
+        ("lora", {"r": 0}, "r=0, and it must be a whole number of at least 1"),
+        ("oft", {"oft_block_size": "x"}, 'oft_block_size="x", and it must be a whole number'),
+        ("oft", {"target_modules": 7}, "target_modules=7, and it must be a name or a list of names"),
+        ("oft", {"base_model_name_or_path": 7}, "base_model_name_or_path=7, and it must be text"),
+    ],
+)
+def test_a_damaged_config_is_one_sentence(kind, config, complaint, tmp_path):
+    write_checkpoint(tmp_path / "base", random_model("llama"))
+    folder = export_peft(build(tmp_path / "base", spec_for("llama", kind)).bank, tmp_path / "a", base_model="base")
+    path = folder / "adapter_config.json"
+    if isinstance(config, dict):
+        merged = json.loads(path.read_text()) | config
+        config = json.dumps({key: value for key, value in merged.items() if value is not ...})
+    path.write_text(config)
+    with pytest.raises(CheckpointError, match=complaint):
+        read_peft(folder)
+
+
+def test_tensors_that_no_adapter_here_has(tmp_path):
+    write_checkpoint(tmp_path / "base", random_model("llama"))
+    folder = export_peft(build(tmp_path / "base", spec_for("llama", "oft")).bank, tmp_path / "a", base_model="base")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    for changed, complaint in (
+        ({}, "has no tensors"),
+        ({name: tensors[name].flatten()}, "of shape"),
+        ({name.replace("oft_R", "lora_A"): tensors[name]}, "end with oft_R.weight"),
+    ):
+        save_file(changed, folder / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match=complaint):
+            read_peft(folder)
+
+
 def test_missing_and_foreign_files(tmp_path):
     write_checkpoint(tmp_path / "base", random_model("llama"))
     spec = AdapterSpec(kind="lora", targets=("q_proj",), rank=2, scaling=1.0)

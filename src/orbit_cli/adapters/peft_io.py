@@ -14,8 +14,10 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -45,6 +47,34 @@ REFUSED = {
         "modules_to_save": None,
         "rank_pattern": {},
         "alpha_pattern": {},
+    },
+}
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+# What the fields that are read must be, in words and as a check.
+COMMON: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "target_modules": ("a name or a list of names", lambda v: v is None or _names(v)),
+    "target_parameters": ("a list of names", lambda v: v is None or (isinstance(v, list) and _names(v))),
+    "base_model_name_or_path": ("text", lambda v: v is None or isinstance(v, str)),
+    "peft_version": ("text", lambda v: v is None or isinstance(v, str)),
+}
+WANTED: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    "OFT": {
+        "oft_block_size": ("a whole number of at least 0", lambda v: v is None or _whole(v) or v == 0),
+        "num_cayley_neumann_terms": ("a whole number of at least 1", lambda v: v is None or _whole(v)),
+    },
+    "LORA": {
+        "r": ("a whole number of at least 1", _whole),
+        "lora_alpha": ("a number", lambda v: isinstance(v, int | float) and not isinstance(v, bool)),
+        "use_rslora": ("true or false", lambda v: v is None or isinstance(v, bool)),
     },
 }
 
@@ -160,16 +190,27 @@ def read_peft(folder: Path) -> PeftFolder:
         ) from error
     _refuse(folder, config)
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+    _check_tensors(folder, config["peft_type"], tensors)
     paths = {name.rsplit(".", 2)[0] for name in tensors}
     layers = sorted({int(found[1]) for path in paths if (found := LAYER.search(path))})
     spec = _spec(folder, config, tensors, paths)
     return PeftFolder(path=folder, spec=spec, layers=layers, config=config, tensors=tensors)
 
 
-def _refuse(folder: Path, config: dict) -> None:
+def _refuse(folder: Path, config: Any) -> None:
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} holds {json.dumps(config)[:40]} and no mapping; use the file that was saved"
+        )
     kind = config.get("peft_type")
     if kind not in REFUSED:
         raise CheckpointError(f"{folder} holds a {kind} adapter; supported are {', '.join(REFUSED)}")
+    for key, (rule, fits) in {**COMMON, **WANTED[kind]}.items():
+        if not fits(config.get(key)):
+            found = f"{key}={json.dumps(config[key])[:40]}" if key in config else f"no {key}"
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE} has {found}, and it must be {rule}; set it to what the adapter was trained with"
+            )
     for key, only in REFUSED[kind].items():
         if config.get(key, only) not in (only, None, {}, []):
             raise CheckpointError(
@@ -183,12 +224,25 @@ def _refuse(folder: Path, config: dict) -> None:
             f"{folder / CONFIG_FILE} has use_cayley_neumann=false, which rotates the other way round; negate its oft_R "
             "tensors and set use_cayley_neumann=true"
         )
-    version = config.get("peft_version", "0")
+    version = config.get("peft_version") or "0"
     if tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2]) < (0, 18):
         raise CheckpointError(
             f"{folder / CONFIG_FILE} was written by PEFT {version}, whose Cayley-Neumann series is another one; "
             "use an adapter of PEFT 0.18 or later"
         )
+
+
+def _check_tensors(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
+    """Each tensor is one of this kind's, on a linear with a path, and a matrix."""
+    suffixes = [suffix for suffix in SUFFIXES if suffix.startswith("oft") is (kind == "OFT")]
+    for name, tensor in tensors.items():
+        if not any(name.endswith(f".{suffix}") for suffix in suffixes) or tensor.dim() != 2:
+            raise CheckpointError(
+                f"{folder / TENSORS_FILE} has a tensor {name} of shape {list(tensor.shape)}, and {kind} here has "
+                f"matrices that end with {' or '.join(suffixes)}; export the adapter without it"
+            )
+    if not tensors:
+        raise CheckpointError(f"{folder / TENSORS_FILE} has no tensors; use the file that was saved")
 
 
 def _spec(folder: Path, config: dict, tensors: dict[str, Tensor], paths: set[str]) -> AdapterSpec:
@@ -206,7 +260,7 @@ def _spec(folder: Path, config: dict, tensors: dict[str, Tensor], paths: set[str
             targets=targets,
             expert_targets=experts,
             block_size=round((1 + (1 + 8 * width) ** 0.5) / 2),  # width = b(b-1)/2
-            neumann_terms=config.get("num_cayley_neumann_terms", 5),
+            neumann_terms=config.get("num_cayley_neumann_terms") or 5,
         )
     if any(is_fused(path) for path in paths):
         fused = config.get("target_parameters") or []
@@ -226,8 +280,6 @@ def load_peft(bank: AdapterBank, folder: Path) -> None:
     state = {}
     for name, tensor in tensors.items():
         path, suffix, _ = name.rsplit(".", 2)
-        if f"{suffix}.weight" not in SUFFIXES:
-            raise CheckpointError(f"{read.path / TENSORS_FILE} has a tensor {name} that no adapter here has")
         state[f"{path}.{SUFFIXES[suffix + '.weight']}"] = tensor.to(torch.float32)
     bank.load_state(state)
 

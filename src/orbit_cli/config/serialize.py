@@ -11,8 +11,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from orbit_cli.config.checks import check_value
 from orbit_cli.config.compose import flatten, to_typed
+from orbit_cli.config.fields import FIELDS, REQUIRED
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.errors import ConfigError
+
+SECTIONS = tuple(path for path, field in FIELDS.items() if "." not in path and field.default is REQUIRED)
+RESTORE = "restore the file (a report.html beside it shows its text) or start a new run"
 
 
 def to_plain(config: OrbitConfig) -> dict[str, Any]:
@@ -43,8 +47,11 @@ def read_yaml(path: Path) -> OrbitConfig:
         plain = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist, so this is no run folder; give the folder of a run") from error
-    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from error
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}; {RESTORE}") from error
     if not isinstance(plain, dict):
-        raise ConfigError(f"{path} holds no mapping of config keys")
+        raise ConfigError(f"{path} holds no mapping of config keys; {RESTORE}")
+    lost = [name for name in SECTIONS if not isinstance(plain.get(name), dict)]
+    if lost:
+        raise ConfigError(f"{path} is damaged, it has no {', '.join(lost)}; {RESTORE}")
     return from_plain(plain, str(path))
