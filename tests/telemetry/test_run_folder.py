@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from orbit_cli.config.compose import compose
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.errors import ConfigError, UserError
+from orbit_cli.runs.train import resume_note
 from orbit_cli.telemetry.run_folder import RunFolder, RunState, find_resumable
 
 CREATE = """
@@ -142,6 +144,45 @@ def test_resume_by_path_refuses_another_model(tmp_path: Path) -> None:
     assert folder.load_config().trainer.steps == 77
     with pytest.raises(ConfigError, match=r"adapter\.block_size was 32 and is now 64"):
         RunFolder.resume(config(tmp_path, f"run.resume={folder.path}", "adapter.block_size=64"))
+
+
+def checkpointed(root: Path, *overrides: str) -> RunFolder:
+    """A run with a checkpoint after step 4."""
+    folder = RunFolder.create(config(root, "trainer.steps=4", *overrides))
+    (folder.checkpoints / "step_000004").mkdir()
+    (folder.checkpoints / "step_000004" / "meta.json").write_text("{}")
+    return folder
+
+
+def test_resume_to_fewer_steps_than_there_are_is_refused(tmp_path: Path) -> None:
+    folder = checkpointed(tmp_path)
+    folder.set_status(RunState.interrupted)
+    before = folder.config.read_text()
+    with pytest.raises(ConfigError, match=r"has 4 finished steps already; set trainer\.steps above 4"):
+        RunFolder.resume(config(tmp_path, f"run.resume={folder.path}", "trainer.steps=2"))
+    assert folder.config.read_text() == before
+    again = config(tmp_path, f"run.resume={folder.path}", "trainer.steps=4")
+    assert RunFolder.resume(again) == folder  # what follows the last step may be missing
+    folder.set_status(RunState.finished)
+    with pytest.raises(ConfigError, match="is finished after its 4 steps; set trainer.steps above 4"):
+        RunFolder.resume(again)
+    assert RunFolder.resume(config(tmp_path, f"run.resume={folder.path}", "trainer.steps=5")) == folder
+
+
+def test_resuming_says_what_it_starts_from(tmp_path: Path) -> None:
+    folder = checkpointed(tmp_path, "run.name=done")
+    folder.set_status(RunState.finished)
+    auto = config(tmp_path, "run.resume=auto", "trainer.steps=9")
+    told = resume_note(auto, RunFolder.resume(auto))
+    assert told and f"(extend the finished one with run.resume={folder.path} trainer.steps=9)" in told
+    other = config(tmp_path, "run.resume=auto", "trainer.steps=9", "seed=5")
+    told = resume_note(other, RunFolder.resume(other))
+    assert told and "this is a new run" in told and "extend" not in told
+    assert resume_note(auto, folder) is None
+    shutil.rmtree(folder.checkpoints)
+    folder.metrics.write_text('{"kind": "train", "step": 4}\n')
+    told = resume_note(auto, folder)
+    assert told and "starts again at step 1, and the rows of the 4 steps on record are dropped" in told
 
 
 def test_a_run_that_is_alive_cannot_be_resumed(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from orbit_cli.quantization.identity import base_checksum
 from orbit_cli.rollout.source import RolloutSource
 from orbit_cli.runs.assembly import Serving, check_device, compute_dtype, probe_tokens, serving
 from orbit_cli.sync.publisher import Publisher
+from orbit_cli.telemetry.metrics import read_rows
 from orbit_cli.telemetry.receipts import AdaptedRow
 from orbit_cli.telemetry.recorder import Recorder
 from orbit_cli.telemetry.report import figures, write_report
-from orbit_cli.telemetry.run_folder import RunFolder
+from orbit_cli.telemetry.run_folder import RunFolder, find_finished
 from orbit_cli.trainer.checkpoint import TrainState, list_checkpoints, load_checkpoint
 from orbit_cli.trainer.interrupt import StopRequest
 from orbit_cli.trainer.layer_meter import LayerMeter
@@ -36,10 +37,8 @@ def train(config: OrbitConfig) -> dict[str, Any]:
     recorder = Recorder(folder, config)
     recorder.planned(planned_peaks(config))
     with folder.running(), recorder, StopRequest() as stop:
-        if config.run.resume == "auto" and not list_checkpoints(folder.checkpoints):
-            recorder.notify(
-                f"run.resume=auto: no unfinished run of this config below {config.run.root}; this is a new run"
-            )
+        if config.run.resume and (told := resume_note(config, folder)):
+            recorder.notify(told)
         with serving(config, folder.engine_log, recorder.notify, with_trainer=True) as served:
             model = served.model
             session = _session(config, folder, recorder, stop, served, model)
@@ -60,6 +59,25 @@ def train(config: OrbitConfig) -> dict[str, Any]:
             recorder.notify(f"stopped after step {steps}; go on with: orbit train run.resume={folder.path}")
             raise ToldInterrupt
     return result
+
+
+def resume_note(config: OrbitConfig, folder: RunFolder) -> str | None:
+    """What a person who resumes should know where there is no checkpoint to go on from; None where there is one."""
+    if list_checkpoints(folder.checkpoints):
+        return None
+    steps = max((row["step"] for row in read_rows(folder.metrics) if row["kind"] == "train"), default=0)
+    if steps:
+        return (
+            f"{folder.checkpoints} has no checkpoint to go on from: this starts again at step 1, and the rows of the "
+            f"{steps} steps on record are dropped"
+        )
+    if config.run.resume != "auto":
+        return None
+    new = f"run.resume=auto: no unfinished run of this config below {config.run.root}; this is a new run"
+    finished = find_finished(config)
+    if finished is None:
+        return new
+    return f"{new} (extend the finished one with run.resume={finished.path} trainer.steps={config.trainer.steps})"
 
 
 def _session(

@@ -16,12 +16,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.serialize import read_yaml, to_plain, to_yaml
@@ -115,8 +116,20 @@ class RunFolder:
                     f"run.resume={config.run.resume}: {section}.{changed[0]} was {before[section].get(changed[0])} and "
                     f"is now {now[section][changed[0]]}; a run cannot go on with another {section}"
                 )
+        folder._check_steps(config, status)
         write_atomic(folder.config, to_yaml(config))
         return folder
+
+    def _check_steps(self, config: OrbitConfig, status: RunStatus | None) -> None:
+        """Refuse to resume a run that has more steps than are asked for, or that is finished with as many."""
+        done, asked = self.checkpoint_step(), config.trainer.steps
+        finished = status is not None and status.state is RunState.finished
+        if done > asked or (done == asked and finished):
+            had = f"has {done} finished steps already" if done > asked else f"is finished after its {done} steps"
+            raise ConfigError(
+                f"run.resume={config.run.resume} trainer.steps={asked}: the run {had}; set trainer.steps above {done} "
+                "to extend it, or leave out run.resume for a new run"
+            )
 
     @property
     def config(self) -> Path:
@@ -188,6 +201,11 @@ class RunFolder:
         """Folder of the newest complete checkpoint (trainer/checkpoint.py writes them)."""
         return max((path.parent for path in self.checkpoints.glob("step_*/meta.json")), default=None)
 
+    def checkpoint_step(self) -> int:
+        """Steps that the newest checkpoint holds; 0 without one."""
+        newest = self.latest_checkpoint()
+        return int(newest.name.removeprefix("step_")) if newest is not None else 0
+
     def load_config(self) -> OrbitConfig:
         """The resolved config. Raises ConfigError if it cannot be read."""
         return read_yaml(self.config)
@@ -256,20 +274,39 @@ def find_resumable(config: OrbitConfig) -> RunFolder | None:
 
     A run whose process is still alive is not taken.
     """
-    wanted = {key: value for key, value in to_plain(config).items() if key != "run"}
+    return _newest(config, lambda status: status.state is not RunState.finished and not status.alive)
+
+
+def find_finished(config: OrbitConfig) -> RunFolder | None:
+    """The newest finished run below run.root that had the same config but fewer steps: one that could be extended."""
+    return _newest(config, lambda status: status.state is RunState.finished, fewer_steps=True)
+
+
+def _newest(config: OrbitConfig, fits: Callable[[RunStatus], bool], *, fewer_steps: bool = False) -> RunFolder | None:
+    """The newest run below run.root of the same config (the run section apart) whose status `fits`."""
+    wanted = _comparable(config)
+    steps = wanted["trainer"]["steps"]
     found = []
     for candidate in Path(config.run.root).expanduser().glob("*/config.yaml"):
         folder = RunFolder(candidate.parent.resolve())
         try:
             status = folder.status()
-            if status is None or status.state is RunState.finished or status.alive:
+            if status is None or not fits(status):
                 continue
-            plain = to_plain(folder.load_config())
+            plain = _comparable(folder.load_config())
         except UserError:  # a damaged run, or one of an older schema, cannot be gone on with unseen
             continue
-        if {key: value for key, value in plain.items() if key != "run"} == wanted:
+        if fewer_steps and plain["trainer"]["steps"] < steps:
+            plain["trainer"]["steps"] = steps
+        elif fewer_steps:
+            continue
+        if plain == wanted:
             found.append((status.updated, folder))
     return max(found, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def _comparable(config: OrbitConfig) -> dict[str, Any]:
+    return {key: value for key, value in to_plain(config).items() if key != "run"}
 
 
 def unique_name(stem: str) -> str:
