@@ -209,7 +209,7 @@ def _refuse(folder: Path, config: Any) -> None:
         if not fits(config.get(key)):
             found = f"{key}={json.dumps(config[key])[:40]}" if key in config else f"no {key}"
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} has {found}, and it must be {rule}; set it to what the adapter was trained with"
+                f"{folder / CONFIG_FILE} has {found}, and it must be {rule}; set what the adapter was trained with"
             )
     for key, only in REFUSED[kind].items():
         if config.get(key, only) not in (only, None, {}, []):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orbit_cli.commands.options import Cfg, Overrides, load_config
+from orbit_cli.commands.options import Cfg, Overrides, load_served_config
 
 
 def evaluate(overrides: Overrides = None, cfg: Cfg = None) -> None:
@@ -13,10 +13,10 @@ def evaluate(overrides: Overrides = None, cfg: Cfg = None) -> None:
     orbit eval run.adapter=runs/NAME evaluation.prompts=256 evaluation.samples=8 evaluation.pass_k=[1,8]
     orbit eval model=checkpoint model.path=/models/qwen3-4b environment=math_file environment.path=test.jsonl
     """
-    config = load_config(overrides, cfg)
+    config, said = load_served_config(overrides, cfg)
     from orbit_cli.planner.preflight import preflight
 
-    preflight(config, command="eval", overrides=overrides or [])
+    preflight(config, command="eval", overrides=said)
     from orbit_cli.commands.tables import evaluation_table
     from orbit_cli.runs.evaluate import evaluate as run_evaluation
 

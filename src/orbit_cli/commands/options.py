@@ -53,10 +53,31 @@ Cfg = Annotated[
 def load_config(overrides: list[str] | None, cfg: Show | None) -> OrbitConfig:
     """Compose and check the config; with --cfg print it and end the command. Raises ConfigError."""
     from orbit_cli.config.compose import compose
-    from orbit_cli.config.serialize import to_yaml
 
-    config = compose(overrides or [])
+    return _shown(compose(overrides or []), cfg)
+
+
+def load_served_config(overrides: list[str] | None, cfg: Show | None) -> tuple[OrbitConfig, list[str] | None]:
+    """As `load_config`, where run.adapter may name a run: then what it was trained on comes from its config.yaml.
+
+    Second comes what preflight is to call the overrides: None where they do not say all.
+    """
+    from orbit_cli.config.adapter_run import compose_served
+    from orbit_cli.config.compose import to_typed
+
+    served = compose_served(overrides or [])
+    config = _shown(to_typed(served.composition.raw), cfg)
+    note = served.note(config)
+    if note:
+        print(note, flush=True)
+    return config, None if served.adds else overrides or []
+
+
+def _shown(config: OrbitConfig, cfg: Show | None) -> OrbitConfig:
+    """The config, or with --cfg its YAML and the end of the command."""
     if cfg is not None:
+        from orbit_cli.config.serialize import to_yaml
+
         print(to_yaml(config), end="")
         raise typer.Exit
     return config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orbit_cli.commands.options import Cfg, Overrides, load_config
+from orbit_cli.commands.options import Cfg, Overrides, load_served_config
 
 
 def rollout(overrides: Overrides = None, cfg: Cfg = None) -> None:
@@ -13,10 +13,10 @@ def rollout(overrides: Overrides = None, cfg: Cfg = None) -> None:
     orbit rollout run.adapter=runs/NAME run.output=after.parquet rollout.group_size=8
     orbit rollout environment=math_file environment.path=test.jsonl run.output=out.jsonl
     """
-    config = load_config(overrides, cfg)
+    config, said = load_served_config(overrides, cfg)
     from orbit_cli.planner.preflight import preflight
 
-    preflight(config, command="rollout", overrides=overrides or [])
+    preflight(config, command="rollout", overrides=said)
     from orbit_cli.runs.collect import collect
 
     done = collect(config)

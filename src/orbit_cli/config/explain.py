@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import yaml
 from omegaconf import OmegaConf
 
+from orbit_cli.config.adapter_run import compose_served
 from orbit_cli.config.checks import suggestion
-from orbit_cli.config.compose import compose_layers
 from orbit_cli.config.fields import FIELDS, REQUIRED, Field, field_at
 from orbit_cli.config.locate import GROUPS, conf_dir, group_options, recipe_names
 from orbit_cli.config.provenance import provenance
@@ -41,7 +41,7 @@ def _leaf(field: Field, overrides: Sequence[str]) -> str:
         lines.append("  default  none: a config group or a recipe sets it")
     else:
         lines.append(f"  default  {_shown(field.default)}")
-    composition = compose_layers(list(overrides))
+    composition = compose_served(list(overrides)).composition
     value, source = provenance(composition).get(field.path, (None, ""))
     if source:
         under = f"with {' '.join(overrides)}" if overrides else "when nothing is overridden"

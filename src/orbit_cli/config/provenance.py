@@ -1,4 +1,5 @@
-"""Where each value of a composed config came from: schema default, a file of conf/, a recipe, or the command line.
+"""Where each value of a composed config came from: schema default, a file of conf/, a recipe, the run whose
+adapter is served, or the command line.
 
 A later layer wins, as in Hydra; the table shows who won.
 """
@@ -12,7 +13,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from orbit_cli.config.compose import Composition, compose_layers, flatten
+from orbit_cli.config.adapter_run import compose_served
+from orbit_cli.config.compose import Composition, flatten
 
 SCHEMA = "schema default"
 
@@ -39,7 +41,7 @@ def provenance_table(overrides: list[str]) -> str:
     table = Table(box=None, pad_edge=False, show_edge=False)
     for title in ("key", "value", "from"):
         table.add_column(title, overflow="fold")
-    for path, (value, source) in provenance(compose_layers(overrides)).items():
+    for path, (value, source) in provenance(compose_served(overrides).composition).items():
         table.add_row(path, _show(value), source)
     text = io.StringIO()
     # Plain text wide enough for any value, so that the table can be searched and cut by other programs.

@@ -7,7 +7,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from orbit_cli.adapters.peft_version import load_peft_version
+from torch import Tensor
+
+from orbit_cli.adapters.peft_version import load_peft_version, version_of_masters
+from orbit_cli.adapters.spec import spec_from_config
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.engine.protocol import RolloutEngine
 from orbit_cli.errors import CheckpointError, ParityError
@@ -15,6 +18,7 @@ from orbit_cli.planner.facts import Facts
 from orbit_cli.planner.families import FAMILIES, shape_of
 from orbit_cli.planner.shape import Weight
 from orbit_cli.telemetry.run_folder import RunFolder
+from orbit_cli.trainer.checkpoint import read_checkpoint
 from orbit_cli.types import AdapterVersion
 
 
@@ -25,6 +29,7 @@ class ServedAdapter:
     name: str
     version: AdapterVersion
     trained_on: str = ""  # the model that its folder names
+    origin: str = ""  # which version it is and where it lies, for people
 
     def publish(self, engine: RolloutEngine) -> int:
         """Give it to the engine; returns its version number. Raises ParityError if it arrives altered."""
@@ -51,20 +56,45 @@ class ServedAdapter:
 
 
 def resolve_adapter(config: OrbitConfig) -> ServedAdapter | None:
-    """Read `run.adapter`, if set. Raises CheckpointError where there is no adapter."""
+    """Read `run.adapter`, if set: a PEFT folder, or the newest version that a run has, exported or in a checkpoint.
+
+    Raises CheckpointError where there is no adapter.
+    """
     if config.run.adapter is None:
         return None
     path = Path(config.run.adapter).expanduser()
-    folder = path if (path / "adapter_config.json").exists() else RunFolder(path).latest_adapter()
-    if folder is None:
+    if (path / "adapter_config.json").exists():
+        return _exported(path, path.resolve().name, 1, f"the adapter in {path}")
+    run = RunFolder(path)
+    exported, checkpoint = run.latest_adapter(), run.latest_checkpoint()
+    number = int(exported.name) if exported is not None else -1
+    if checkpoint is not None:
+        state, data = read_checkpoint(checkpoint)
+        if state.version > number:
+            return _checkpointed(run, checkpoint, state.version, data["bank"])
+    if exported is None:
         raise CheckpointError(
-            f"run.adapter={path} is neither a PEFT folder (no adapter_config.json) nor a run folder with an adapter; "
-            "set it to one of these"
+            f"run.adapter={path} is neither a PEFT folder (no adapter_config.json) nor a run folder with an adapter or "
+            "a checkpoint; set it to one of these"
         )
-    version = load_peft_version(folder, number=1)
+    return _exported(exported, path.resolve().name, number, f"adapter version {number}, from {exported}")
+
+
+def _exported(folder: Path, name: str, number: int, origin: str) -> ServedAdapter:
+    version = load_peft_version(folder, number=number)
     about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    trained_on = Path(about.get("base_model_name_or_path") or "").name
+    return ServedAdapter(name=name, version=version, trained_on=trained_on, origin=origin)
+
+
+def _checkpointed(run: RunFolder, checkpoint: Path, number: int, masters: dict[str, Tensor]) -> ServedAdapter:
+    """A run that was stopped has its newest adapter in its checkpoint alone."""
+    config = run.load_config()
     return ServedAdapter(
-        name=path.name, version=version, trained_on=Path(about.get("base_model_name_or_path") or "").name
+        name=run.path.resolve().name,
+        version=version_of_masters(masters, spec_from_config(config.adapter), number),
+        trained_on=f"{config.model.name}-{config.quantization.format}",
+        origin=f"adapter version {number}, from {checkpoint} (newer than any in {run.adapters})",
     )
 
 

@@ -29,6 +29,8 @@ def evaluate(config: OrbitConfig) -> dict[str, dict[str, dict[str, float]]]:
     table: dict[str, dict[str, dict[str, float]]] = {}
     with folder.running(), recorder, serving(config, folder.engine_log, recorder.notify, adapter=adapter) as served:
         recorder.engine(served.engine.gpu_memory)
+        if adapter is not None:
+            recorder.notify(f"{adapter.name}: {adapter.origin}")
         policies: list[tuple[str, int | None]] = [("base", None)] if config.evaluation.base else []
         if adapter is not None:
             policies.append((adapter.name, adapter.publish(served.engine)))

@@ -60,6 +60,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def load_checkpoint(path: Path) -> tuple[TrainState, dict[str, Any], dict[str, Any]]:
     """(state, bank state, optimizer state) of a checkpoint folder; sets torch's generator. Raises CheckpointError."""
+    state, data = read_checkpoint(path)
+    torch.set_rng_state(data["torch_rng"])
+    return state, data["bank"], data["optimizer"]
+
+
+def read_checkpoint(path: Path) -> tuple[TrainState, dict[str, Any]]:
+    """(state, {bank, optimizer, torch_rng}) of a checkpoint folder; changes nothing. Raises CheckpointError."""
     try:
         state = TrainState(**json.loads((path / _META).read_text()))
         data = torch.load(path / _STATE, map_location="cpu", weights_only=True)
@@ -67,8 +74,7 @@ def load_checkpoint(path: Path) -> tuple[TrainState, dict[str, Any], dict[str, A
         raise CheckpointError(
             f"the checkpoint {path} cannot be read ({error}); remove it to resume from an older one"
         ) from error
-    torch.set_rng_state(data["torch_rng"])
-    return state, data["bank"], data["optimizer"]
+    return state, data
 
 
 def _flush(path: Path) -> None:

@@ -24,7 +24,9 @@ class RunConfig:
     resume: str | None = None
     """Run folder to go on with, or auto: the newest unfinished run below run.root with the same config."""
     adapter: str | None = None
-    """rollout, eval, sync-test: adapter to load: a PEFT folder, or a run folder (its last adapter)."""
+    """rollout, eval: adapter to load: a PEFT folder, or a run folder. Of a run the newest version is taken, exported or
+    in a checkpoint, and model, quantization, environment, evaluation, lengths and hardware are those of its config.yaml
+    under what the command line sets."""
     output: str | None = None
     """rollout: the JSONL or Parquet file to write; null: inside the run folder."""
 

@@ -1,0 +1,98 @@
+"""The config of a command that serves the adapter of a run (`orbit eval`, `orbit rollout` with run.adapter=RUN).
+
+An adapter means something only on the base it was trained on, so what the run was trained on and how comes from its
+own config.yaml. Lowest first: conf/, the run's sections, what the command line sets. A group on the command line takes
+the place of the run's sections that it stands for, and a recipe of all of them. A PEFT folder names no config, and
+nothing is taken from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from orbit_cli.config.compose import Composition, Layer, compose_layers, flatten
+from orbit_cli.config.locate import GROUPS
+from orbit_cli.config.overrides import COMMAND_LINE
+from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.config.serialize import read_yaml, to_plain
+
+TAKEN = ("model", "quantization", "adapter", "environment", "evaluation", "engine", "hardware")
+LENGTHS = ("max_new_tokens", "max_prompt_tokens")  # of rollout
+STANDS_FOR = {  # group -> sections of the run that it takes the place of
+    "model": ("model", "quantization", "adapter", "engine"),  # a model chooses its format, targets and engine arguments
+    "hardware": ("hardware", "engine"),
+    "experiment": ("evaluation", "rollout"),
+}
+BASE = ("model", "quantization")
+ELSEWHERE = ("model.path", "model.repository", "quantization.cache_dir")  # where a base lies does not make it another
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """A composition under which an adapter is served, and the run it was taken from (None: from none)."""
+
+    composition: Composition
+    run: Path | None = None
+    trained: dict[str, Any] | None = None  # the run's own config
+
+    def note(self, config: OrbitConfig) -> str | None:
+        """One line on what comes from the run and where its base is not the one that is served; None without a run."""
+        if self.run is None or self.trained is None:
+            return None
+        taken = [name for name in TAKEN if any(path.startswith(f"{name}.") for path in self._layer)]
+        taken += ["rollout lengths"] if any(path.startswith("rollout.") for path in self._layer) else []
+        said = (
+            f"{', '.join(taken)} are those of its config.yaml"
+            if taken
+            else "the recipe says it all, not its config.yaml"
+        )
+        before, now = (flatten({name: plain[name] for name in BASE}, "") for plain in (self.trained, to_plain(config)))
+        other = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ELSEWHERE]
+        if other:
+            said += f"; it was trained with {other[0]}={before.get(other[0])} and is served with {now.get(other[0])}"
+        return f"run.adapter={self.run}: {said}"
+
+    @property
+    def adds(self) -> bool:
+        """Whether the run sets what the overrides do not say."""
+        return bool(self._layer)
+
+    @property
+    def _layer(self) -> dict[str, Any]:
+        return next((layer.values for layer in self.composition.layers if layer.source == _source(self.run)), {})
+
+
+def compose_served(overrides: list[str]) -> Served:
+    """As `compose_layers`, with the run of run.adapter as a layer below the command line. Raises ConfigError."""
+    composition = compose_layers(overrides)
+    given = OmegaConf.select(composition.raw, "run.adapter")
+    run = Path(given).expanduser() if given else None
+    if run is None or (run / "adapter_config.json").exists() or not (run / "config.yaml").is_file():
+        return Served(composition=composition)
+    trained = to_plain(read_yaml(run / "config.yaml"))
+    keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
+    if keys & {"recipe", "recipes"}:
+        return Served(composition=composition, run=run, trained=trained)
+    replaced = {section for key in keys & set(GROUPS) for section in STANDS_FOR.get(key, (key,))}
+    sections = {name: trained[name] for name in TAKEN if name not in replaced}
+    lengths = {name: trained["rollout"][name] for name in LENGTHS if "rollout" not in replaced}
+    plain = OmegaConf.to_container(composition.raw, resolve=True, enum_to_str=True)
+    assert isinstance(plain, dict)
+    plain |= sections | {"rollout": plain["rollout"] | lengths}
+    merged = OmegaConf.create(plain)
+    *files, last = composition.layers
+    assert last.source == COMMAND_LINE, "the command line is the highest layer"
+    for path, value in last.values.items():
+        OmegaConf.update(merged, path, value)
+    values = flatten(sections, "") | {f"rollout.{name}": value for name, value in lengths.items()}
+    layers = [*files, Layer(source=_source(run), values=values), last]
+    raw = OmegaConf.merge(OmegaConf.structured(OrbitConfig), merged)
+    return Served(composition=Composition(raw=raw, layers=layers), run=run, trained=trained)
+
+
+def _source(run: Path | None) -> str:
+    return str(run / "config.yaml") if run else ""

@@ -1,0 +1,79 @@
+"""What a run was trained on is where `orbit eval run.adapter=RUN` starts from; the command line goes before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orbit_cli.config.adapter_run import compose_served
+from orbit_cli.config.compose import compose, to_typed
+from orbit_cli.config.explain import explain
+from orbit_cli.config.provenance import provenance
+from orbit_cli.config.schema import OrbitConfig
+from orbit_cli.config.serialize import to_yaml
+from orbit_cli.errors import ConfigError
+
+OWN = ["recipe=smoke_mla_moe", "seed=3", "model.init_seed=7", "rollout.max_new_tokens=11", "hardware.threads=1"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(to_yaml(compose([*OWN, "evaluation.prompts=5"])))
+    return tmp_path
+
+
+def served(run: Path, *overrides: str) -> tuple[OrbitConfig, str]:
+    found = compose_served([f"run.adapter={run}", *overrides])
+    config = to_typed(found.composition.raw)
+    return config, found.note(config) or ""
+
+
+def test_the_runs_own_config_is_the_default(run: Path) -> None:
+    config, note = served(run)
+    trained = compose([*OWN, "evaluation.prompts=5"])
+    for section in ("model", "quantization", "adapter", "environment", "evaluation", "engine", "hardware"):
+        assert getattr(config, section) == getattr(trained, section)
+    assert (config.rollout.max_new_tokens, config.rollout.max_prompt_tokens) == (11, trained.rollout.max_prompt_tokens)
+    assert config.run.name is None and config.seed == 0 and config.trainer == compose([]).trainer
+    assert note.startswith(f"run.adapter={run}: model, quantization, ") and "trained with" not in note
+
+
+def test_the_command_line_goes_before_it(run: Path) -> None:
+    config, note = served(run, "evaluation.prompts=9", "rollout.max_new_tokens=3", "environment.params={min_terms:4}")
+    assert (config.evaluation.prompts, config.rollout.max_new_tokens) == (9, 3)
+    assert config.environment.params["min_terms"] == 4 and config.model.init_seed == 7
+    config, note = served(run, "environment=compare_numbers", "model.init_seed=8")
+    assert config.environment == compose([]).environment and config.model.name == "tiny_mla_moe"
+    assert "it was trained with model.init_seed=7 and is served with 8" in note
+    config, note = served(run, "recipe=smoke_dense_oft")
+    assert config.model == compose(["recipe=smoke_dense_oft"]).model
+    assert "the recipe says it all" in note and "trained with model.name=tiny_mla_moe" in note
+
+
+def test_values_that_only_fit_the_run(run: Path) -> None:
+    """Two samples are too few for the default pass@4, and enough for the run's pass@2."""
+    assert served(run, "evaluation.samples=2")[0].evaluation.pass_k == [1, 2]
+    with pytest.raises(ConfigError, match=r"evaluation\.pass_k has 2"):
+        served(run, "evaluation.samples=1")
+
+
+def test_where_values_come_from(run: Path) -> None:
+    overrides = [f"run.adapter={run}", "evaluation.prompts=9"]
+    found = provenance(compose_served(overrides).composition)
+    assert found["model.init_seed"] == (7, str(run / "config.yaml"))
+    assert found["evaluation.prompts"] == (9, "command line")
+    assert found["trainer.steps"][1] != str(run / "config.yaml")
+    assert f"now      7, from {run / 'config.yaml'}" in explain("model.init_seed", overrides)
+
+
+def test_a_peft_folder_names_no_config(run: Path) -> None:
+    (run / "adapter_config.json").write_text("{}")
+    config, note = served(run)
+    assert config.model == compose([]).model and note == ""
+
+
+def test_a_damaged_config_is_named(run: Path) -> None:
+    (run / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml is damaged"):
+        served(run)
