@@ -29,7 +29,7 @@ from orbit_cli.adapters.bundle import replace_folder, sync_files
 from orbit_cli.adapters.inject import LAYER
 from orbit_cli.adapters.peft_experts import is_fused, split_fused_experts
 from orbit_cli.adapters.sites import EXPERT_PROJECTIONS
-from orbit_cli.errors import CheckpointError
+from orbit_cli.errors import CheckpointError, writing
 from orbit_cli.types import AdapterSpec
 
 CONFIG_FILE = "adapter_config.json"
@@ -96,20 +96,21 @@ def export_peft(bank: AdapterBank, folder: Path, *, base_model: str) -> Path:
     base_model: what PEFT should load under it (a path or hub name). Returns the folder.
     """
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
-    partial.mkdir()
+    with writing(folder):
+        partial.mkdir(parents=True)
     peft_suffix = {ours: theirs for theirs, ours in SUFFIXES.items()}
     tensors = {}
     for name, tensor in bank.named_state().items():
         path, _, suffix = name.rpartition(".")
         tensors[f"{PREFIX}{path}.{peft_suffix[suffix]}"] = tensor.cpu().contiguous()
     try:
-        save_file(tensors, partial / TENSORS_FILE, metadata={"format": "pt"})
-        (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(bank, base_model), indent=2) + "\n")
-        (partial / "README.md").write_text(_readme(bank.spec, os.fspath(base_model)))
-        sync_files(partial)
-        replace_folder(partial, folder)
+        with writing(folder):
+            save_file(tensors, partial / TENSORS_FILE, metadata={"format": "pt"})
+            (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(bank, base_model), indent=2) + "\n")
+            (partial / "README.md").write_text(_readme(bank.spec, os.fspath(base_model)))
+            sync_files(partial)
+            replace_folder(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder

@@ -34,8 +34,8 @@ def quantize(
 
     require_address_space()
     from orbit_cli.commands.quantize_progress import QuantizeProgress, report_text
-    from orbit_cli.quantization.convert import quantize_checkpoint
+    from orbit_cli.runs.quantize import quantize as run_quantization
 
     with QuantizeProgress() as progress:
-        report = quantize_checkpoint(source, output, config.quantization, progress.update)
+        report = run_quantization(source, output, config.quantization, progress.update)
     print(report_text(report))

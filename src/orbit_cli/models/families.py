@@ -29,7 +29,10 @@ class Family:
 
     def text_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """transformers' config fields of the text model, without any quantization_config. Raises CheckpointError."""
-        text = dict(config["text_config"] if self.nested else config)
+        text = config.get("text_config") if self.nested else config
+        if not isinstance(text, dict):
+            raise CheckpointError("config.json has no text_config, which holds the text model; copy the file again")
+        text = dict(text)
         text.pop("quantization_config", None)
         text.pop("auto_map", None)
         text["model_type"] = self.architecture

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orbit_cli.config.schema.base import ModelConfig, ModelSource, NumberFormat, QuantizationConfig
-from orbit_cli.errors import ConfigError
+from orbit_cli.errors import CheckpointError, ConfigError, writing
 from orbit_cli.quantization.checkpoint import CheckpointReader
 from orbit_cli.quantization.convert import quantize_checkpoint
-from orbit_cli.quantization.files import file_sha256, folder_lock
+from orbit_cli.quantization.files import file_sha256, folder_lock, make_folder
 from orbit_cli.quantization.gguf import shipped_smollm2
 from orbit_cli.quantization.identity import base_checksum, settings_identity, source_identity
 from orbit_cli.quantization.random_model import RANDOM_VERSION, write_random_checkpoint
@@ -26,27 +26,42 @@ from orbit_cli.quantization.random_model import RANDOM_VERSION, write_random_che
 __all__ = ["base_checksum", "prepare_base"]
 
 
-def prepare_base(model: ModelConfig, quantization: QuantizationConfig, notify: Callable[[str], None] = print) -> Path:
+def prepare_base(
+    model: ModelConfig,
+    quantization: QuantizationConfig,
+    notify: Callable[[str], None] = print,
+    check: Callable[[CheckpointReader], None] = lambda reader: None,
+) -> Path:
     """Folder of the base in the wanted format, as transformers and SGLang load it.
 
     A checkpoint that is already in that format is used in place, as is any checkpoint with quantization.format=bf16.
-    Anything else is converted once into quantization.cache_dir. Raises ConfigError or CheckpointError for bad input.
+    Anything else is converted once into quantization.cache_dir. `check` may refuse a folder before it is used or
+    converted. Raises ConfigError or CheckpointError for bad input, StorageError if the disk is full.
     """
     if model.source is ModelSource.checkpoint:
         if not model.path:
             raise ConfigError("model.source=checkpoint needs model.path; set it to a Hugging Face checkpoint folder")
         found = CheckpointReader(model.path)
+        check(found)
         if quantization.format in (found.format, NumberFormat.bf16):
             return found.path
     cache = Path(quantization.cache_dir).expanduser().absolute() / "bases"
     base = cache / f"{model.name}-{quantization.format.value}-{_content_key(model, quantization)}"
     if base.exists():
+        _check_cached(base, check)
         return base
-    cache.mkdir(parents=True, exist_ok=True)
+    make_folder(cache, f"quantization.cache_dir={quantization.cache_dir}")
     with folder_lock(base.with_name(f"{base.name}.making"), wait=True):
         if not base.exists():
             _make(model, quantization, base, notify)
     return base
+
+
+def _check_cached(base: Path, check: Callable[[CheckpointReader], None]) -> None:
+    try:
+        check(CheckpointReader(base))
+    except CheckpointError as error:
+        raise CheckpointError(f"the cached base is damaged: {error}; remove {base}, and it is made again") from error
 
 
 def _content_key(model: ModelConfig, quantization: QuantizationConfig) -> str:
@@ -78,14 +93,17 @@ def _make(model: ModelConfig, quantization: QuantizationConfig, base: Path, noti
     else:
         fresh = base.with_name(f".{base.name}.source")
         shutil.rmtree(fresh, ignore_errors=True)  # of a killed process; the lock is ours
-        fresh.mkdir()
-        write_random_checkpoint(model, fresh)
-        if quantization.format is NumberFormat.bf16:
-            os.replace(fresh, base)
-            report = None
-        else:
-            report = quantize_checkpoint(fresh, base, quantization)
-            shutil.rmtree(fresh)
+        try:
+            with writing(fresh):
+                fresh.mkdir()
+                write_random_checkpoint(model, fresh)
+            if quantization.format is NumberFormat.bf16:
+                os.replace(fresh, base)
+                report = None
+            else:
+                report = quantize_checkpoint(fresh, base, quantization)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
     seconds = time.monotonic() - started
     size = f", {report.bytes_before / 1e6:.0f} MB -> {report.bytes_after / 1e6:.0f} MB" if report else ""
     error = f", relative RMS error {report.relative_rms:.3f}" if report and report.quantized else ""

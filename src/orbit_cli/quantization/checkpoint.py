@@ -17,7 +17,7 @@ import torch
 from orbit_cli.config.schema.base import NumberFormat
 from orbit_cli.errors import CheckpointError
 from orbit_cli.quantization.formats import FORMATS, format_of
-from orbit_cli.quantization.safetensors_file import SafetensorsFile, TensorInfo
+from orbit_cli.quantization.safetensors_file import ITEM_BITS, SafetensorsFile, TensorInfo
 from orbit_cli.quantization.tensor import QuantizedTensor
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -38,6 +38,7 @@ class CheckpointReader:
         self._files = {name: SafetensorsFile(self.path / name) for name in shard_names(self.path)}
         self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.infos}
         self._check_index()
+        self._check_parts()
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
@@ -75,6 +76,14 @@ class CheckpointReader:
             return True
         return self.has(f"{module}.weight") and self.info(f"{module}.weight").dtype.startswith("F8")
 
+    def linear_shape(self, module: str) -> tuple[int, ...]:
+        """[out, in] of a linear, quantised or not, from headers alone."""
+        if not self.has(f"{module}.weight_packed"):
+            return self.shape(f"{module}.weight")
+        packed = self.info(f"{module}.weight_packed")
+        codes = ITEM_BITS.get(packed.dtype, 0) // 4  # of 4 bits
+        return (*packed.shape[:-1], packed.shape[-1] * codes) if packed.shape else ()
+
     def linear(self, module: str) -> QuantizedTensor | torch.Tensor:
         """The weight of a linear [out, in], quantised if the file has it so. `module` is its path in the file.
 
@@ -82,11 +91,6 @@ class CheckpointReader:
         """
         if not self.is_quantized(module):
             return self.tensor(f"{module}.weight")
-        if self.format is NumberFormat.bf16:
-            raise CheckpointError(
-                f"{self.path}: {module} is quantised but config.json has no quantization_config; "
-                "add the one it was made with"
-            )
         return FORMATS[self.format].from_checkpoint(self._parts(module), module)
 
     def part_names(self, module: str) -> list[str]:
@@ -113,10 +117,27 @@ class CheckpointReader:
         index = self.path / INDEX_NAME
         if len(self._files) == 1 and not index.exists():
             return
-        for tensor, shard in _read_json(index, self.path)["weight_map"].items():
+        for tensor, shard in _weight_map(self.path).items():
             if tensor not in self._files[shard].infos:
                 raise CheckpointError(
                     f"{self.path / shard} lacks {tensor}, which {INDEX_NAME} says it has; copy it again"
+                )
+
+    def _check_parts(self) -> None:
+        """Every quantised module is of the format that config.json declares, and has all its parts."""
+        for module in self.modules():
+            if not self.is_quantized(module):
+                continue
+            if self.format is NumberFormat.bf16:
+                raise CheckpointError(
+                    f"{self.path}: {module} is quantised but config.json has no quantization_config; "
+                    "add the one it was made with"
+                )
+            lacking = [name for name in self.part_names(module) if not self.has(name)]
+            if lacking:
+                raise CheckpointError(
+                    f"{self.path} lacks {lacking[0]}, a part of a linear in {self.format.value}, which config.json "
+                    "declares; the files belong to different models"
                 )
 
 
@@ -124,16 +145,22 @@ def shard_names(path: Path) -> list[str]:
     """File names of a checkpoint's shards, sorted. Raises CheckpointError if there are none."""
     index = path / INDEX_NAME
     if index.exists():
-        weight_map = _read_json(index, path).get("weight_map")
-        if not weight_map:
-            raise CheckpointError(f"{index} has no weight_map; the checkpoint is damaged, copy it again")
-        return sorted(set(weight_map.values()))
+        return sorted(set(_weight_map(path).values()))
     if (path / SINGLE_NAME).exists():
         return [SINGLE_NAME]
     raise CheckpointError(
         f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME}; "
         "set the path to a Hugging Face folder with safetensors files"
     )
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Shard of each tensor, as the index says. Raises CheckpointError if it does not say it."""
+    found = _read_json(path / INDEX_NAME, path).get("weight_map")
+    if not found or not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        said = "has no weight_map" if not found else "has a weight_map that names no file for each tensor"
+        raise CheckpointError(f"{path / INDEX_NAME} {said}; the checkpoint is damaged, copy it again")
+    return found
 
 
 def _read_json(path: Path, folder: Path) -> dict[str, Any]:
@@ -143,7 +170,9 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {path.name}; it is no complete Hugging Face checkpoint") from error
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); copy the file again") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); copy the file again") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no mapping; copy the file again")

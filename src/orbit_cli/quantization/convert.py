@@ -20,9 +20,16 @@ from typing import Any
 import torch
 
 from orbit_cli.config.schema.base import NumberFormat, QuantizationConfig
-from orbit_cli.errors import CheckpointError, UserError
+from orbit_cli.errors import CheckpointError, UserError, writing
 from orbit_cli.quantization.checkpoint import INDEX_NAME, CheckpointReader
-from orbit_cli.quantization.files import copy_side_files, file_sha256, folder_lock, save_tensors, write_json
+from orbit_cli.quantization.files import (
+    copy_side_files,
+    file_sha256,
+    folder_lock,
+    make_folder,
+    save_tensors,
+    write_json,
+)
 from orbit_cli.quantization.formats import FORMATS, quantization_config
 from orbit_cli.quantization.gguf import GgufReader, shipped_smollm2
 from orbit_cli.quantization.identity import conversion_identity
@@ -86,24 +93,22 @@ def quantize_checkpoint(
     output: Path | str,
     config: QuantizationConfig,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    check: Callable[[Reader], None] = lambda reader: None,
 ) -> QuantizationReport:
     """Quantise a Hugging Face folder or a GGUF file into the new folder `output`; source "smollm2": the shipped GGUF.
 
-    Tensors already in the target format are copied byte for byte. Raises UserError if `output` exists or another
-    process writes it, CheckpointError for a source that is damaged or holds numbers that cannot be stored.
+    Tensors already in the target format are copied byte for byte. `check` may refuse the source before anything is
+    made. Raises UserError if `output` exists, cannot be made or another process writes it, CheckpointError for a source
+    that is damaged or holds numbers that cannot be stored, StorageError if the disk is full; finished shards are kept
+    for the next call then.
     """
     output = Path(output).expanduser().absolute()
     reader = open_source(source)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists already and is not overwritten; choose another output or remove it")
     selection = select(reader, config)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        writable = os.access(output.parent, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise UserError(f"{output.parent} is no folder that can be written to; choose another output")
+    check(reader)
+    make_folder(output.parent, f"output {output}")
     with folder_lock(output):
         return _Conversion(reader, output, config, selection, on_progress).run()
 
@@ -138,7 +143,19 @@ class _Conversion:
         self.amax: dict[str, float] = {}  # NVFP4: first fused sibling -> amax over all of them
 
     def run(self) -> QuantizationReport:
-        records = self._resume()
+        try:
+            return self._convert()
+        except UserError:
+            shutil.rmtree(self.partial, ignore_errors=True)  # the same source would be refused again
+            raise
+        except BaseException:
+            if not (self.partial / STATE_NAME).exists():
+                shutil.rmtree(self.partial, ignore_errors=True)  # no shard is finished
+            raise
+
+    def _convert(self) -> QuantizationReport:
+        with writing(self.partial):
+            records = self._resume()
         for number, (file, names) in enumerate(self.shards, 1):
             if file not in records:
                 records[file] = self._convert_shard(number, file, names)

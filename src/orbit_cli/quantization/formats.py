@@ -27,7 +27,8 @@ _WEIGHT_KEYS = ("num_bits", "type", "symmetric", "strategy", "group_size", "bloc
 
 def quantization_section(config: dict[str, Any]) -> dict[str, Any] | None:
     """The quantization_config of a config.json, at the top or in text_config (Kimi-K2.6); None if there is none."""
-    return config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    text = config.get("text_config")
+    return config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
 
 
 def format_of(config: dict[str, Any], where: str) -> NumberFormat:
@@ -38,11 +39,12 @@ def format_of(config: dict[str, Any], where: str) -> NumberFormat:
     section = quantization_section(config)
     if not section:
         return NumberFormat.bf16
+    section = section if isinstance(section, dict) else {}
     method = section.get("quant_method")
     if method == "fp8" and section.get("weight_block_size") == fp8.SCHEME["weights"]["block_structure"]:
         return NumberFormat.fp8
-    groups = section.get("config_groups") or {}
-    if method == "compressed-tensors" and groups:
+    groups = section.get("config_groups")
+    if method == "compressed-tensors" and groups and isinstance(groups, dict):
         matches = {_match_scheme(section, group) for group in groups.values()}
         if len(matches) == 1 and None not in matches:
             return matches.pop()
@@ -80,8 +82,8 @@ def quantization_config(number_format: NumberFormat, ignore: list[str], columns:
 
 
 def _match_scheme(section: dict[str, Any], group: dict[str, Any]) -> NumberFormat | None:
-    weights = group.get("weights") or {}
-    if weights.get("actorder"):
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict) or weights.get("actorder"):
         return None
     for number_format, module in FORMATS.items():
         wanted = module.SCHEME

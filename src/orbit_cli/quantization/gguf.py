@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from orbit_cli.config.schema.base import NumberFormat
-from orbit_cli.errors import CheckpointError
+from orbit_cli.errors import CheckpointError, writing
 from orbit_cli.quantization.gguf_file import GgufFile
 from orbit_cli.quantization.safetensors_file import TensorInfo
 
@@ -215,4 +215,5 @@ def _half_rotary_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    with writing(path):
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -67,7 +67,9 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             header = json.loads(file.read(length))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete, copy it again") from error
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); copy the file again") from error
+    except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is no safetensors file: its header is not JSON; copy the file again") from error
@@ -92,6 +94,12 @@ def _entries(header: object, path: Path) -> Iterator[tuple[str, dict]]:
     for name, entry in named:
         if name == "__metadata__":
             continue
-        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        if not isinstance(entry, dict) or not _describes_a_tensor(entry):
             raise CheckpointError(f"{path} is damaged: {name} in its header describes no tensor; copy the file again")
         yield name, entry
+
+
+def _describes_a_tensor(entry: dict) -> bool:
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    sizes = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 else [-1]
+    return isinstance(entry.get("dtype"), str) and all(isinstance(size, int) and size >= 0 for size in sizes)

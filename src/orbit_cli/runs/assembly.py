@@ -22,6 +22,7 @@ from orbit_cli.engine.sglang_engine import SGLangEngine
 from orbit_cli.environments.protocol import Environment
 from orbit_cli.environments.registry import build_environment
 from orbit_cli.models.build import TrainerModel, build_model
+from orbit_cli.models.check import check_checkpoint, check_known
 from orbit_cli.planner.preflight import require_gpus
 from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.rollout.chat import Chat
@@ -81,7 +82,8 @@ def serving(
     """
     set_threads(config)
     environment = build_environment(config.environment, config.seed, config.evaluation.prompts)
-    base = prepare_base(config.model, config.quantization, notify)
+    check = check_checkpoint if with_trainer else check_known  # the engine alone serves more families
+    base = prepare_base(config.model, config.quantization, notify, check)
     if adapter:
         adapter.check(base)
     chat = Chat(Path(config.model.tokenizer) if config.model.tokenizer else base, config.model.stop_token_ids)

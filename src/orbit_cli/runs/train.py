@@ -6,7 +6,7 @@ from typing import Any
 
 from orbit_cli.adapters.peft_io import export_peft
 from orbit_cli.config.schema.root import OrbitConfig
-from orbit_cli.errors import ParityError, ToldInterrupt
+from orbit_cli.errors import ParityError, StorageError, ToldInterrupt
 from orbit_cli.models.build import TrainerModel
 from orbit_cli.planner.measured import planned_peaks
 from orbit_cli.quantization.identity import base_checksum
@@ -36,6 +36,15 @@ def train(config: OrbitConfig) -> dict[str, Any]:
     folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config)
     recorder = Recorder(folder, config)
     recorder.planned(planned_peaks(config))
+    try:
+        return _run(config, folder, recorder)
+    except StorageError as error:
+        if not folder.path.exists():  # nothing was recorded
+            raise
+        raise StorageError(f"{error} and go on with: orbit train run.resume={folder.path}") from error
+
+
+def _run(config: OrbitConfig, folder: RunFolder, recorder: Recorder) -> dict[str, Any]:
     with folder.running(), recorder, StopRequest() as stop:
         if config.run.resume and (told := resume_note(config, folder)):
             recorder.notify(told)

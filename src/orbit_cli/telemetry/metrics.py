@@ -8,45 +8,30 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from orbit_cli.errors import UserError
-from orbit_cli.telemetry.files import write_atomic
+from orbit_cli.telemetry.files import AppendedFile, write_atomic
 from orbit_cli.telemetry.names import KINDS, ROW_KEYS
 
 
-class JsonLines:
-    """An append-only JSONL file; each row is flushed and fsynced."""
+class JsonLines(AppendedFile):
+    """An append-only JSONL file; each row is on disk before `row` returns, or not there at all."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         """resume_step: keep only rows whose `step` is at most this; None keeps all. A torn last line is dropped."""
+        super().__init__(path)
         rows = read_rows(path)
         if resume_step is not None:
             rows = [row for row in rows if row.get("step", 0) <= resume_step]
         if path.exists():
             write_atomic(path, "".join(_line(row) for row in rows))
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
-    def append(self, row: dict[str, Any]) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def row(self, row: dict[str, Any]) -> None:
+        self.append(_line(row))
 
 
 class MetricsWriter(JsonLines):
@@ -65,7 +50,7 @@ class MetricsWriter(JsonLines):
         row = {"kind": kind, "step": step, "time": datetime.now().astimezone().isoformat(timespec="milliseconds")}
         row |= {"policy": policy} if policy is not None else {}
         row |= {name: _number(value) for name, value in metrics.items()}
-        self.append(row)
+        self.row(row)
         return row
 
 

@@ -177,7 +177,7 @@ class Recorder:
         wanted = min(self._config.logging.samples_per_step, len(trajectories))
         for index in range(wanted):
             chosen = trajectories[index * len(trajectories) // wanted]  # evenly over the groups
-            self._samples.append(
+            self._samples.row(
                 {
                     "step": step,
                     "prompt_id": chosen.prompt_id,

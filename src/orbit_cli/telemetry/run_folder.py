@@ -11,7 +11,9 @@ layers.json     time and memory by layer      status.json     running | finished
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import json
 import os
 import re
 import secrets
@@ -26,7 +28,7 @@ from typing import Any
 
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.serialize import read_yaml, to_plain, to_yaml
-from orbit_cli.errors import ConfigError, UserError
+from orbit_cli.errors import ConfigError, StorageError, UserError, storage_error
 from orbit_cli.telemetry.files import read_json, write_atomic, write_json
 from orbit_cli.telemetry.metrics import read_rows
 
@@ -71,15 +73,19 @@ class RunFolder:
         written to.
         """
         root = Path(config.run.root).expanduser()
+        folder = None
         try:
             root.mkdir(parents=True, exist_ok=True)
             folder = cls(_claim(root, config))
             for sub in (folder.adapters, folder.checkpoints):
                 sub.mkdir()
-        except OSError as error:
-            raise ConfigError(f"run.root={config.run.root} cannot hold run folders: {error.strerror}") from error
-        write_atomic(folder.config, to_yaml(config))
-        folder.set_status(RunState.running)
+            write_atomic(folder.config, to_yaml(config))
+            folder.set_status(RunState.running)
+        except (OSError, StorageError) as error:
+            if folder is not None:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"run.root={config.run.root} cannot hold run folders: {why}") from error
         return folder
 
     @classmethod
@@ -217,7 +223,8 @@ class RunFolder:
     def running(self) -> Iterator[None]:
         """Keep status.json true while a run goes on, and say at the end how it ended.
 
-        Bad input that shows before anything was recorded leaves no folder behind.
+        Bad input, or a full disk, that shows before anything was recorded leaves no folder behind. Raises StorageError
+        for whatever a library made of a full disk.
         """
         with self._locked():
             yield from self._running()
@@ -229,16 +236,27 @@ class RunFolder:
         except KeyboardInterrupt:
             self.set_status(RunState.interrupted)
             raise
-        except UserError as error:
-            if self._holds_work():
-                self.set_status(RunState.failed, f"{type(error).__name__}: {error}")
-            else:
-                shutil.rmtree(self.path)
-            raise
         except BaseException as error:  # whatever it is, the folder must not go on saying "running"
-            self.set_status(RunState.failed, f"{type(error).__name__}: {error}")
+            full = None if isinstance(error, UserError) else storage_error(error, self.path)
+            if (full or isinstance(error, UserError)) and not self._holds_work():
+                shutil.rmtree(self.path)
+            else:
+                self._failed(full or error)
+            if full is not None:
+                raise full from error
             raise
         self.set_status(RunState.finished)
+
+    def _failed(self, error: BaseException) -> None:
+        """set_status; on a full disk over the old status, which needs no room, and cut to the block that it has."""
+        said = f"{type(error).__name__}: {error}"
+        try:
+            self.set_status(RunState.failed, said)
+        except (OSError, StorageError):
+            content = json.dumps({"state": "failed", "pid": os.getpid(), "error": said[:1000], "updated": _now()})
+            with contextlib.suppress(OSError), open(self._status, "r+b") as file:
+                file.write(content.encode())
+                file.truncate()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

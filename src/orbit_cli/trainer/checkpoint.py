@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from orbit_cli.errors import CheckpointError
+from orbit_cli.errors import CheckpointError, writing
 
 _STATE = "state.pt"
 _META = "meta.json"
@@ -34,19 +34,29 @@ class TrainState:
 def save_checkpoint(
     folder: Path, state: TrainState, bank_state: dict[str, Any], optimizer_state: dict[str, Any], keep: int
 ) -> Path:
-    """Write `folder/step_000012` atomically and remove all but the newest `keep` checkpoints."""
+    """Write `folder/step_000012` atomically and remove all but the newest `keep` checkpoints.
+
+    Raises StorageError if the disk is full; the older checkpoints are then all there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step_{state.step:06d}"
     partial = folder / f".{final.name}.partial"
+    content = {"bank": bank_state, "optimizer": optimizer_state, "torch_rng": torch.get_rng_state()}
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    torch.save({"bank": bank_state, "optimizer": optimizer_state, "torch_rng": torch.get_rng_state()}, partial / _STATE)
-    (partial / _META).write_text(json.dumps(asdict(state), indent=1))
-    for name in (_STATE, _META):
-        _flush(partial / name)
-    if final.exists():  # a resumed run redoes a step that was checkpointed but not recorded
-        shutil.rmtree(final)
-    os.rename(partial, final)
+    with writing(final):
+        try:
+            partial.mkdir()
+            with open(partial / _STATE, "wb") as file:  # torch's own file writer keeps no errno
+                torch.save(content, file)
+            (partial / _META).write_text(json.dumps(asdict(state), indent=1))
+            for name in (_STATE, _META):
+                _flush(partial / name)
+            if final.exists():  # a resumed run redoes a step that was checkpointed but not recorded
+                shutil.rmtree(final)
+            os.rename(partial, final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     _flush(folder)
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
