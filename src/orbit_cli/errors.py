@@ -8,6 +8,7 @@ OrbitError
 ├── EngineError          SGLang failed to start, crashed, or refused a request; carries its last lines
 ├── ParityError          trainer and engine do not compute the same thing; names the cause; exit code 1
 └── RunError             a run stopped for a reason of its own (for example no prompt left a gradient)
+    └── NotFiniteError   gradients or adapter values that are NaN or infinite
 
 ToldInterrupt is a KeyboardInterrupt, no OrbitError: nothing failed.
 
@@ -63,6 +64,10 @@ class ParityError(OrbitError):
 
 class RunError(OrbitError):
     """A run that cannot go on, for a reason that is not the user's input."""
+
+
+class NotFiniteError(RunError):
+    """Gradients or adapter values that are NaN or infinite; found before anything is published."""
 
 
 class ToldInterrupt(KeyboardInterrupt):

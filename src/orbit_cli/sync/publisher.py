@@ -12,7 +12,7 @@ import time
 
 from orbit_cli.config.schema.system import SyncConfig
 from orbit_cli.engine.protocol import RolloutEngine
-from orbit_cli.errors import ParityError
+from orbit_cli.errors import NotFiniteError, ParityError
 from orbit_cli.models.build import TrainerModel
 from orbit_cli.sync.parity import NOISE_FLOOR, Probe, moved, probe
 from orbit_cli.types import SwapReceipt
@@ -41,10 +41,18 @@ class Publisher:
         return base
 
     def publish(self, number: int) -> dict[str, float]:
-        """Ship version `number` and prove its arrival. Returns the metrics of the swap. Raises ParityError."""
+        """Ship version `number` and prove its arrival. Returns the metrics of the swap.
+
+        Raises ParityError, and NotFiniteError before anything is sent if the adapter has NaN or infinite values.
+        """
         started = time.perf_counter()
         self._model.bank.materialize()
         version = self._model.bank.version(number)
+        broken = next((name for name, tensor in version.tensors.items() if not tensor.isfinite().all()), None)
+        if broken is not None:
+            raise NotFiniteError(
+                f"{broken} of adapter version {number} has NaN or infinite values; it was not published"
+            )
         receipt = self._engine.publish(version)
         self._check_receipt(receipt, number, version.checksum, len(version.tensors))
         self._engine.retire()

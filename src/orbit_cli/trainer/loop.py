@@ -6,14 +6,15 @@ how a session is put together is in runs/train.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from orbit_cli.config.schema.root import OrbitConfig
-from orbit_cli.errors import ParityError
+from orbit_cli.errors import NotFiniteError, ParityError
 from orbit_cli.models.build import TrainerModel
 from orbit_cli.sync.publisher import Publisher
 from orbit_cli.telemetry.recorder import Recorder
@@ -66,13 +67,13 @@ def train_loop(session: Session) -> None:
             batch = session.source.sample(state.step, state.cursor, state.version)
         with recorder.phase("train"):
             prepared = prepare(batch.trajectories, config)
-            with session.meter.step():
+            with session.meter.step(), finite(session, state.step + 1):
                 learned = optimise(session.model, session.optimizer, prepared, config, state.step)
             check_gap(learned, config)
         state.step += 1
         state.version += 1
         state.cursor = batch.cursor
-        with recorder.phase("sync"):
+        with recorder.phase("sync"), finite(session, state.step):
             swap = session.publisher.publish(state.version)
         metrics = {**batch.metrics, **learned, **swap, **session.model.bank.health()}
         recorder.step(state.step, metrics, batch.trajectories)
@@ -94,6 +95,20 @@ def check_gap(learned: dict[str, float], config: OrbitConfig) -> None:
             f"mean |log-prob gap| of this batch is {gap:.4f}, above sync.max_mean_gap={limit}: what was sampled is not "
             "what is trained; the step was not kept"
         )
+
+
+@contextmanager
+def finite(session: Session, step: int) -> Iterator[None]:
+    """Says of training step `step` why gradients or adapter are no numbers any more. Raises NotFiniteError."""
+    try:
+        yield
+    except NotFiniteError as error:
+        rate = session.config.trainer.learning_rate
+        norm = float(torch.stack([p.detach().norm() for p in session.model.bank.parameters()]).norm())
+        raise NotFiniteError(
+            f"step {step} of training cannot go on: {error}; the adapter's norm is {norm:.3g}, and "
+            f"trainer.learning_rate={rate:g} is the likely cause: set a lower one, for example {min(rate / 10, 1e-4):g}"
+        ) from error
 
 
 def evaluate(session: Session) -> EvalResult:

@@ -21,6 +21,7 @@ from orbit_cli.algorithms.metrics import merge
 from orbit_cli.algorithms.shaping import overlong_penalty
 from orbit_cli.config.schema.learning import AlgorithmConfig, Correction, KLPlacement, Overlong
 from orbit_cli.config.schema.root import OrbitConfig
+from orbit_cli.errors import NotFiniteError
 from orbit_cli.models.build import TrainerModel
 from orbit_cli.trainer.batch import Batch, make_batch, micro_batches, mini_batches
 from orbit_cli.trainer.heap import return_memory
@@ -244,7 +245,7 @@ def _clip(model: TrainerModel, limit: float) -> float:
         sum_over_ranks(parameter.grad)
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     if not torch.isfinite(norm):
-        raise FloatingPointError(f"the gradient norm is {float(norm)}; lower trainer.learning_rate or raise clipping")
+        raise NotFiniteError(f"the gradient norm is {float(norm)}")
     if limit > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return float(norm)
