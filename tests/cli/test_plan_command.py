@@ -119,6 +119,51 @@ def test_multirun_over_machines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert [row["fits"] for row in rows] == [True, True]
 
 
+@pytest.mark.parametrize("width", [40, 60, 72, 100, 300])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("model=kimi_k26", "hardware=h200x8"),
+        ("hardware=cpu",),
+        ("--for", "rollout", "model=qwen3_4b", "hardware=h200x1"),
+        ("model=kimi_k26", "hardware=b200x8", "--explain"),
+        ("--compare",),
+    ],
+)
+def test_a_plan_is_as_wide_as_the_terminal(
+    width: int, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From 60 to 100 columns; only a key or override that is longer than a line stands out, uncut."""
+    texts = {}
+    for columns in (width, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        orbit(monkeypatch, "plan", *arguments)
+        texts[columns] = capsys.readouterr().out
+    lines = texts[width].splitlines()
+    wide = [line for line in lines if len(line) > min(max(width, 60), 100)]
+    assert [line for line in wide if len(line.split()) > 1] == []
+    number = re.compile(r"\d[\d,.]*\d")
+    assert sorted(set(number.findall(texts[width]))) == sorted(set(number.findall(texts[100])))
+
+
+def test_a_share_that_binds_is_said_where_the_gpu_has_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    share = ("engine.mem_fraction_static=0.03", "engine.max_total_tokens=131072")
+    text = " ".join(
+        shown(monkeypatch, capsys, "--for", "rollout", "model=qwen3_4b", "hardware=h200x1", *share, code=1).split()
+    )
+    assert "fits NO" in text and "that share binds: the GPU itself has memory left" in text
+
+
+def test_padded_and_computed_tokens_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(shown(monkeypatch, capsys, "model=qwen3_4b", "hardware=h200x1").split())
+    assert "computes up to 960 tokens (4,096 padded): 64 samples that share 8 prompts" in text
+    assert "one of 8,704 padded tokens (trainer.micro_batch_tokens=8704) takes all of a step" in text
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("width", [40, 80, 120, 300])
 def test_wide_tables_are_readable_in_narrow_terminals(
@@ -129,7 +174,7 @@ def test_wide_tables_are_readable_in_narrow_terminals(
     experts, pools = "adapter.expert_targets=[gate_proj,up_proj,down_proj],[]", "engine.max_total_tokens=131072,65536"
     arguments = ("-m", "model=kimi_k26", "hardware=h200x8,b200x8", experts, pools, "experiment=long_answers")
     lines = shown(monkeypatch, capsys, *arguments, code=1).splitlines()
-    assert max(map(len, lines)) <= min(max(width, 80), 120)
+    assert max(map(len, lines)) <= min(max(width, 60), 120)
     figures = [re.findall(r"\d[\d.]* GB", line) for line in lines[2:]]
     rows = [row for row in figures if len(row) == 3]
     plans = json.loads(shown(monkeypatch, capsys, *arguments, "--json", code=1))

@@ -17,6 +17,7 @@ from orbit_cli.planner.largest import (
     response_values,
     sequences_at_once,
 )
+from orbit_cli.planner.part import sizes_apart
 from orbit_cli.planner.plan import Plan
 
 KIMI = ("model=kimi_k26", "hardware=h200x8", "memory.shared_base=true")
@@ -129,3 +130,8 @@ def test_a_micro_batch_is_at_most_a_step() -> None:
 def test_where_two_sequences_do_not_fit_it_says_so() -> None:
     plan = planned(*KIMI, LONG, "rollout.max_new_tokens=23844")
     assert "two do not fit" in micro_batch_words(plan)
+
+
+def test_sizes_that_look_the_same_get_more_digits() -> None:
+    assert sizes_apart(188_400_473_000, 188_400_000_000) == ("188.4005 GB", "188.4000 GB")
+    assert sizes_apart(2e9, 1e9) == ("2.0 GB", "1.0 GB")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
-
-from orbit_cli.commands.plan_text import WIDTH, heading
+from orbit_cli.commands.plan_text import heading
+from orbit_cli.commands.width import wrapped
 from orbit_cli.planner.lengths import adds_up
 from orbit_cli.planner.part import Part, Side, size
 from orbit_cli.planner.plan import Plan
@@ -16,33 +15,34 @@ NAMES = 32
 def formulas_text(plan: Plan) -> str:
     """The formulas by side, the totals by phase, the words, and all notes but the advice."""
     where = "each GPU" if plan.layout.on_gpu else "this machine"
-    lines = [*heading(plan)[:2], "", f"bytes on {where} (MB = 10^6, GB = 10^9, GiB = 2^30 bytes)"]
+    lines = [*heading(plan, rows=2), "", f"bytes on {where} (MB = 10^6, GB = 10^9, GiB = 2^30 bytes)"]
     names: list[str] = []
     for side in Side:
         found = _parts(plan, side)
         if found:
             totals = ", ".join(f"{phase.name} {size(phase.of(side))}" for phase in plan.phases)
-            lines += ["", f"{side}: {totals}"]
+            lines += ["", *wrapped(f"{side}: ", totals)]
             lines += [line for part, only in found for line in _explained(part, only)]
             names += [part.name for part, _ in found]
     if plan.host.parts:
         lines += ["", f"the machine's own memory: {size(plan.host.nbytes)}"]
         for part in plan.host.parts:
-            lines += _wrapped(f"  {f'{part.side}: {part.name}':<{NAMES}} {size(part.nbytes):>8} = ", part.formula)
+            lines += wrapped(f"  {f'{part.side}: {part.name}':<{NAMES}} {size(part.nbytes):>8} = ", part.formula)
     lines.append("")
     for phase in plan.phases:
         sides = " + ".join(f"{side} {size(phase.of(side))}" for side in Side if phase.of(side))
-        lines.append(f"{phase.name:<9}{size(phase.nbytes)} = {sides}")
+        lines += wrapped(f"{phase.name:<9}", f"{size(phase.nbytes)} = {sides}")
         if phase.moment:
-            lines.append(f"         at the largest of the moments of a step: {phase.moment}")
+            lines += wrapped("         ", f"at the largest of the moments of a step: {phase.moment}")
     if plan.budget is not None and plan.memory:
         headroom = plan.config.memory.headroom
-        lines.append(f"{'usable':<9}{size(plan.budget)} = {size(plan.memory)} x (1 - memory.headroom={headroom:g})")
+        usable = f"{size(plan.budget)} = {size(plan.memory)} x (1 - memory.headroom={headroom:g})"
+        lines += wrapped(f"{'usable':<9}", usable)
     if any(phase.name == "train" for phase in plan.phases):
-        lines += _wrapped("tokens   ", f"{plan.lengths.micro_tokens:,} = {adds_up(plan.config, plan.lengths)}")
+        lines += wrapped("tokens   ", f"{plan.lengths.micro_tokens:,} = {adds_up(plan.config, plan.lengths)}")
     lines += ["", "words"]
     for word, meaning in meanings(names):
-        lines += _wrapped(f"  {word:<{NAMES}} ", meaning)
+        lines += wrapped(f"  {word:<{NAMES}} ", meaning)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -59,8 +59,4 @@ def _parts(plan: Plan, side: Side) -> list[tuple[Part, str]]:
 
 def _explained(part: Part, only: str) -> list[str]:
     while_ = f" ({only} only)" if only else ""
-    return _wrapped(f"  {shown(part.name):<{NAMES}} {size(part.nbytes):>8} = ", part.formula + while_)
-
-
-def _wrapped(start: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
+    return wrapped(f"  {shown(part.name):<{NAMES}} {size(part.nbytes):>8} = ", part.formula + while_)

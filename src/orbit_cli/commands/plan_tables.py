@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import textwrap
 
+from orbit_cli.commands.width import columns
 from orbit_cli.planner.advice import nearest_fit
 from orbit_cli.planner.built import Verdict, listed, not_built, verdict
 from orbit_cli.planner.part import count, size
@@ -13,9 +13,9 @@ from orbit_cli.planner.plan import Plan
 from orbit_cli.planner.study import FROZEN, RECIPES, Row
 from orbit_cli.planner.today import runs_today
 
-NARROW, WIDE = 80, 120  # columns of a terminal that are made use of
+WIDE = 120  # columns of a terminal that are made use of for a line per combination
 BESIDE = 40  # columns that advice needs to stand beside its figures; with fewer it stands below
-NOTE_WIDTH = 100
+STUDY = 90  # columns of the study's tables; with fewer a model has lines of its own
 ANSWERS = {Verdict.runs: "yes", Verdict.not_built: "not built", Verdict.too_large: "no", Verdict.unknown: "?"}
 
 
@@ -25,12 +25,12 @@ def plans_text(made: list[tuple[list[str], Plan | str]], *, command: str = "trai
     `width` is the terminal's (None: asked). Each key that varies has a column; where they leave no room for the
     figures, a combination stands in a line of its own above these. Figures are never cut.
     """
-    width = min(max(width or shutil.get_terminal_size((WIDE, 0)).columns, NARROW), WIDE)
+    width = width or columns(widest=WIDE)
     shared = [text for text in made[0][0] if all(text in chosen for chosen, _ in made)]
     owned = [[text for text in chosen if text not in shared] for chosen, _ in made]
     figures, answers = _figures([one for _, one in made], command)
     heads, cells, legend = _keys(owned, width - len(figures[0]) - 2)
-    lines = ["bytes on each GPU (on a CPU: of this machine); 1 GB = 10^9 bytes"]
+    lines = _wrapped("bytes on each GPU (on a CPU: of this machine); 1 GB = 10^9 bytes", width, "  ")
     lines += _wrapped(f"for all: {' '.join(shared)}", width, "  ") if shared else []
     lines += _wrapped(legend, width, "  ") if legend else []
     start = f"{heads}  " if heads else ""
@@ -41,7 +41,7 @@ def plans_text(made: list[tuple[list[str], Plan | str]], *, command: str = "trai
         if own and not heads:
             lines += _wrapped(" ".join(own), width, "  ")
         row = f"{key}  {figure}" if heads else figure
-        advice = textwrap.wrap(answer, width - 4 if below else room, break_on_hyphens=False) or [""]
+        advice = _wrapped(answer, width - 4 if below else room, "") or [""]
         if below:
             lines += [row, *(f"    {text}" for text in advice)]
         else:
@@ -113,24 +113,12 @@ def _then(plan: Plan, command: str) -> str:
 
 def study_text(rows: list[Row]) -> str:
     """The table of `--compare`, and what its formula leaves out."""
-    names = [*RECIPES, FROZEN]
-    lines = [
-        "The memory study of Orbit's blog (github.com/Sphere-AI-Lab/orbit): weights and gradients alone, N (w + g) / 8",
-        "bytes at w and g bits, N rounded to three digits. To plan a machine, believe the lower table: real files.",
-        "",
-        f"{'GB (10^9 bytes)':<18} {'N rounded':>10}  " + "  ".join(f"{name:>15}" for name in names),
-    ]
-    for row in rows:
-        cells = "  ".join(f"{row.recipe_bytes[name] / 1e9:>15,.0f}" for name in names)
-        lines.append(f"{row.name:<18} {_rounded(row.rounded_parameters):>10}  {cells}")
-    head = f"{'parameters':>10}  {'adapter':>9}  {'bit/param':>9}  {'4-bit base, GB':>14}  {'+ adapter, gradients':>20}"
-    lines += ["", f"{'real files':<18} {head}"]
-    for row in rows:
-        lines.append(
-            f"{row.name:<18} {count(row.parameters):>10}  {count(row.adapter_parameters):>9}  "
-            f"{row.adapter_bits:>9.4f}  "
-            f"{row.base_bytes / 1e9:>14,.2f}  {row.base_and_adapter_bytes / 1e9:>20,.1f}"
-        )
+    about = (
+        "The memory study of Orbit's blog (github.com/Sphere-AI-Lab/orbit): weights and gradients alone, N (w + g) / 8 "
+        "bytes at w and g bits, N rounded to three digits. To plan a machine, believe the lower table: real files."
+    )
+    width = columns()
+    lines = [*_wrapped(about, width, ""), "", *(_study_table(rows) if width >= STUDY else _study_lists(rows))]
     note = (
         "adapter: its parameters, OFT in blocks of 32 on the study's linears, one rotation for gate and up; bit/param: "
         "16 bit of each, spread over the model's parameters. The study counts 4.0 bit for every weight and leaves out: "
@@ -138,7 +126,44 @@ def study_text(rows: list[Row]) -> str:
         "BF16 or FP8, and in all recipes optimizer moments, master weights, activations and caches. "
         "`orbit plan model=NAME` counts all of it."
     )
-    return "\n".join([*lines, "", *textwrap.wrap(note, NOTE_WIDTH)])
+    return "\n".join([*lines, "", *_wrapped(note, width, "")])
+
+
+def _study_table(rows: list[Row]) -> list[str]:
+    """The study and the real files, a line for each model."""
+    names = [*RECIPES, FROZEN]
+    lines = [f"{'GB (10^9 bytes)':<17} {'N rounded':>10}  " + "  ".join(f"{name:>12}" for name in names)]
+    for row in rows:
+        cells = "  ".join(f"{row.recipe_bytes[name] / 1e9:>{max(12, len(name))},.0f}" for name in names)
+        lines.append(f"{row.name:<17} {_rounded(row.rounded_parameters):>10}  {cells}")
+    lines.append("")
+    lines.append(f"{'real files':<17} {'parameters':>10}  " + "  ".join(name for name, _ in _real(rows[0])[1:]))
+    for row in rows:
+        (_, parameters), *others = _real(row)
+        cells = "  ".join(f"{value:>{len(name)}}" for name, value in others)
+        lines.append(f"{row.name:<17} {parameters:>10}  {cells}")
+    return lines
+
+
+def _study_lists(rows: list[Row]) -> list[str]:
+    """As `_study_table`, a line for each figure."""
+    lines = ["GB (10^9 bytes)"]
+    for row in rows:
+        lines += ["", f"{row.name}, N rounded {_rounded(row.rounded_parameters)}"]
+        lines += [f"  {name:<24} {row.recipe_bytes[name] / 1e9:>10,.0f}" for name in [*RECIPES, FROZEN]]
+        lines += ["  real files", *(f"    {name:<22} {value:>10}" for name, value in _real(row))]
+    return lines
+
+
+def _real(row: Row) -> list[tuple[str, str]]:
+    """What is said of a model's real files: name and figure."""
+    return [
+        ("parameters", count(row.parameters)),
+        (f"{'adapter':>9}", count(row.adapter_parameters)),
+        ("bit/param", f"{row.adapter_bits:.4f}"),
+        ("4-bit base, GB", f"{row.base_bytes / 1e9:,.2f}"),
+        ("+ adapter, gradients", f"{row.base_and_adapter_bytes / 1e9:,.1f}"),
+    ]
 
 
 def _rounded(number: float) -> str:

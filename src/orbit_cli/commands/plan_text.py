@@ -1,10 +1,11 @@
-"""A plan as text for people, at most 100 columns wide: the table by part and phase, the bar, the answer."""
+"""A plan as text for people, 60 to 100 columns wide: the table by part and phase, the bar, the answer."""
 
 from __future__ import annotations
 
 import shlex
 import textwrap
 
+from orbit_cli.commands.width import columns, wrapped
 from orbit_cli.config.schema.memory import Offload
 from orbit_cli.planner.adapters import sites
 from orbit_cli.planner.advice import Nearest, nearest_fit
@@ -18,9 +19,11 @@ from orbit_cli.planner.preflight import VERBS
 from orbit_cli.planner.today import runs_today
 from orbit_cli.planner.words import shown
 
-WIDTH = 100
-BAR = 64
-NAMES = 44
+CELL = 12  # columns of a figure in the table, with its space; fewer where the line is short
+NAMES = 44  # columns of the names before them, at most
+BAR = 64  # cells of a bar, at most
+BESIDE_BAR = 25  # columns around it: phase, share, bytes
+HARD = "\x00"  # a space that no line ends at
 NOTES = 3  # most of them; --json has all
 SMALL = 0.01  # parts below this share of the largest phase are one row
 SMALL_ROW = "smaller parts (--explain names them)"
@@ -40,8 +43,12 @@ def plan_text(plan: Plan, *, command: str = "train") -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def heading(plan: Plan, command: str = "train") -> list[str]:
-    """What is planned: model, machine, layout, adapter, lengths."""
+def heading(plan: Plan, command: str = "train", rows: int | None = None) -> list[str]:
+    """What is planned: model, machine, layout, adapter, lengths; the first `rows` of it."""
+    return _lines(_heading(plan, command)[:rows])
+
+
+def _heading(plan: Plan, command: str) -> list[tuple[str, str]]:
     config, shape, layout = plan.config, plan.model.shape, plan.layout
     active = f", {count(shape.active_parameters)} active" if shape.experts else ""
     files = size(plan.model.checkpoint_bytes)
@@ -67,8 +74,9 @@ def heading(plan: Plan, command: str = "train") -> list[str]:
         ("adapter", f"{adapter.kind} {measure}, {count(plan.adapter_parameters)} parameters on {' and '.join(on)}")
     )
     n, prompt = plan.lengths, config.rollout.max_prompt_tokens
+    padded = f" ({n.padded_tokens:,} padded)" if n.padded_tokens != n.micro_tokens else ""
     training = (
-        f"; a micro-batch of training computes up to {n.micro_tokens:,} tokens: {micro_batch(config, n)}"
+        f"; a micro-batch of training computes up to {n.micro_tokens:,} tokens{padded}: {micro_batch(config, n)}"
         if command == "train"
         else ""
     )
@@ -79,7 +87,7 @@ def heading(plan: Plan, command: str = "train") -> list[str]:
             f"in sampling{training}{_evaluation(plan)}",
         )
     )
-    return _lines(rows)
+    return rows
 
 
 def _evaluation(plan: Plan) -> str:
@@ -134,12 +142,18 @@ def _table(plan: Plan) -> list[str]:
     place = "on each GPU" if plan.layout.on_gpu else "of this machine"
     where = f"{unit} (10^{powers[unit]} bytes) {place}"
     phases = plan.phases
+    sums = [nbytes for phase in phases for nbytes in (phase.nbytes, (plan.budget or 0) - phase.nbytes)]
+    longest = max(len(_number(nbytes / scale)) for nbytes in [*sums, plan.budget or 0])
+    cell = max(CELL if columns() >= 80 else 0, longest + 2, *(len(phase.name) + 2 for phase in phases))
+    room = min(columns() - cell * len(phases), NAMES)
 
     def row(name: str, values: list[float]) -> str:
-        cells = "".join(f"{_number(value / scale):>12}" if value else f"{'-':>12}" for value in values)
-        return f"{name:<{NAMES}}{cells}"
+        cells = "".join(f"{_number(value / scale) if value else '-':>{cell}}" for value in values)
+        indent = " " * (len(name) - len(name.lstrip()))
+        *above, last = textwrap.wrap(name.strip(), room, initial_indent=indent, subsequent_indent=f"{indent}  ")
+        return "\n".join([*above, f"{last:<{room}}{cells}"])
 
-    lines = [f"{where:<{NAMES}}" + "".join(f"{phase.name:>12}" for phase in phases)]
+    lines = [f"{where:<{room}}" + "".join(f"{phase.name:>{cell}}" for phase in phases)]
     for side in Side:
         merged = _merged(plan, side)
         if not merged:
@@ -179,18 +193,19 @@ def _bars(plan: Plan) -> list[str]:
     used = {_kind(part) for phase in plan.phases for part in phase.parts}
     legend = [f"{letter} {meaning}" for letter, meaning in KINDS.items() if letter in used]
     legend += ["| usable"] if plan.budget is not None else []
-    return [*lines, "  " + "  ".join(legend)]
+    rows = textwrap.wrap("  ".join(word.replace(" ", HARD) for word in legend), columns() - 2)  # no meaning is cut
+    return [*lines, *(f"  {row}".replace(HARD, " ") for row in rows)]
 
 
 def _bar(phase: Phase, whole: int, plan: Plan) -> str:
-    cells, filled = "", 0.0
+    cells, filled, bar = "", 0.0, min(BAR, columns() - BESIDE_BAR)
     for kind in KINDS:
         filled += sum(part.nbytes for part in phase.parts if _kind(part) == kind)
-        cells += kind * (round(filled / whole * BAR) - len(cells))
-    cells = f"{cells:.<{BAR}}"
+        cells += kind * (round(filled / whole * bar) - len(cells))
+    cells = f"{cells:.<{bar}}"
     share = ""
     if plan.budget is not None and plan.memory:
-        at = min(round(plan.budget / whole * BAR), BAR - 1)
+        at = min(round(plan.budget / whole * bar), bar - 1)
         cells = cells[:at] + "|" + cells[at + 1 :]
         share = f"{100 * phase.nbytes / plan.budget:.0f}%"
     return f"{phase.name:<8} {cells} {share:>5} {size(phase.nbytes)}"
@@ -297,5 +312,5 @@ def _lines(rows: list[tuple[str, str]]) -> list[str]:
     lines: list[str] = []
     for label, text in rows:
         start = f"{label:<11}"
-        lines += textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * 11, break_on_hyphens=False)
+        lines += wrapped(start, text)
     return lines

@@ -54,6 +54,8 @@ def progress_line(progress: Progress) -> str:
 def report_text(report: QuantizationReport) -> str:
     """What a conversion did, in a few lines; the errors of single modules are in report.json."""
     worst = sorted(report.modules.items(), key=lambda item: -item[1]["relative_rms"])[:3]
+    if not report.quantized and not report.kept and report.copied == 0:
+        return f"{report.format}: every tensor is copied as it is, nothing is encoded\nwrote    {report.output}"
     lines = [
         f"{report.format}: {report.quantized} linears encoded, {report.copied} copied byte for byte, "
         f"{len(report.kept)} kept in bfloat16",

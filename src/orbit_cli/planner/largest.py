@@ -114,10 +114,11 @@ def micro_batch_words(plan: Plan) -> str:
     if now >= whole_step(plan):
         return f"micro-batches: one takes all of a step already, so a larger {key} than {now} changes nothing"
     if tokens >= whole_step(plan):
-        return f"micro-batches: one of {tokens:,} tokens ({key}={tokens}) takes all of a step and fits"
+        return f"micro-batches: one of {tokens:,} padded tokens ({key}={tokens}) takes all of a step and fits"
     if samples == 1:
         return f"micro-batches hold one sequence of full length: two do not fit, so keep {key} at or below {tokens}"
-    return f"micro-batches of {tokens:,} tokens fit ({key}={tokens}, now {now}): {samples:,} sequences of full length"
+    holds = f"{samples:,} sequences of full length"
+    return f"micro-batches of {tokens:,} padded tokens fit ({key}={tokens}, now {now}): {holds}"
 
 
 def sequences_at_once(plan: Plan) -> int:

@@ -35,6 +35,11 @@ class Lengths:
         """Tokens that the largest micro-batch computes, shared prompts counted once."""
         return self.micro_prompts * self.micro_prompt + self.scored
 
+    @property
+    def padded_tokens(self) -> int:
+        """The same micro-batch as trainer.micro_batch_tokens counts it: every sample with a prompt of its own."""
+        return self.micro_samples * (self.micro_prompt + self.micro_response)
+
 
 def check_evaluation(config: OrbitConfig, rooms: list[tuple[int | None, str]]) -> None:
     """Responses of an evaluation have a length of their own. Raises ConfigError if no sequence can be that long.

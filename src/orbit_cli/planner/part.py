@@ -36,7 +36,7 @@ class Part:
         return f"{self.side}/{self.name}"
 
 
-def size(nbytes: float) -> str:
+def size(nbytes: float, digits: int = 1) -> str:
     """Bytes for people, in powers of 1000.
 
     >>> size(95_730_000_000), size(31_000_000), size(1.6e18)
@@ -44,8 +44,18 @@ def size(nbytes: float) -> str:
     """
     for unit, scale in (("EB", 1e18), ("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if abs(nbytes) >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
+            return f"{nbytes / scale:.{digits}f} {unit}"
     return f"{nbytes / 1e3:.0f} kB" if nbytes else "0"
+
+
+def sizes_apart(one: float, other: float) -> tuple[str, str]:
+    """Two sizes with as many digits as it takes to tell them apart.
+
+    >>> sizes_apart(188_400_473_000, 188_400_000_000), sizes_apart(2e9, 1e9)
+    (('188.4005 GB', '188.4000 GB'), ('2.0 GB', '1.0 GB'))
+    """
+    digits = next((n for n in range(1, 9) if size(one, n) != size(other, n)), 1)
+    return size(one, digits), size(other, digits)
 
 
 def count(number: float) -> str:

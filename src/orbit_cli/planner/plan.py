@@ -22,7 +22,7 @@ from orbit_cli.planner.layout import Layout, decide, engine_ranks
 from orbit_cli.planner.lengths import Lengths, check_evaluation, lengths
 from orbit_cli.planner.machine import host_memory
 from orbit_cli.planner.model import Model, read_model
-from orbit_cli.planner.part import BASE, GIB, Part, Side, size
+from orbit_cli.planner.part import BASE, GIB, Part, Side, size, sizes_apart
 from orbit_cli.planner.serving import Engine
 from orbit_cli.planner.training import Trainer
 from orbit_cli.planner.words import shown
@@ -281,8 +281,9 @@ def _limits(plan: Plan, engine: Engine) -> list[str]:
         if plan.budget is not None and nbytes > plan.budget:
             phases = [phase for phase in plan.phases if phase.nbytes == nbytes]
             who, why = " and ".join(WORK[phase.name] for phase in phases), _culprit(phases[0])
+            needs, has = sizes_apart(nbytes, plan.budget)
             found.append(
-                f"{who} need{'s' * (len(phases) == 1)} {size(nbytes)} on {where}, which has {size(plan.budget)} to use "
+                f"{who} need{'s' * (len(phases) == 1)} {needs} on {where}, which has {has} to use "
                 f"({size(nbytes - plan.budget)} too little)" + (f"; {why}" if why != said else "")
             )
             said = why
@@ -303,9 +304,13 @@ def _limits(plan: Plan, engine: Engine) -> list[str]:
         )
         share = plan.memory * config.engine.mem_fraction_static
         if static > share * 1.001:
+            takes, may = sizes_apart(static, share)
+            room = plan.budget is not None and plan.peak.nbytes <= plan.budget
             found.append(
-                f"the engine's base, slots and cache take {size(static)}, more than "
-                f"engine.mem_fraction_static={config.engine.mem_fraction_static:g} of a GPU ({size(share)})"
+                f"the engine's base, slots and cache take {takes}, more than "
+                f"engine.mem_fraction_static={config.engine.mem_fraction_static:g} of a GPU ({may})"
+                + "; that share binds: the GPU itself has memory left, which a larger one would let the engine use"
+                * room
             )
     if plan.model.shape.longest and counted.longest > plan.model.shape.longest:
         found.append(
