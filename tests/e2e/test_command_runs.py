@@ -19,6 +19,8 @@ def test_rollout_resumes_where_it_was(orbit, tmp_path):
     orbit.run("rollout", *arguments)
     again = {(r["prompt_id"], r["sample"]): r["token_ids"] for r in map(json.loads, target.read_text().splitlines())}
     assert again == {(r["prompt_id"], r["sample"]): r["token_ids"] for r in rows}
+    refused = orbit.run("rollout", *arguments, "seed=7", code=2)
+    assert f"run.output={target} holds samples of another run (seed was 0 and is now 7)" in refused
 
 
 def test_multirun_gives_a_folder_each_and_a_table(orbit):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -81,8 +82,22 @@ def test_ctrl_c_while_the_engine_starts_acts_at_once(orbit):
 
 def test_eval_of_a_trained_run_shows_base_and_adapter(orbit, whole):
     trained = whole.root / "whole"
-    text = orbit.run("eval", "recipe=smoke_dense_oft", "evaluation.prompts=4", f"run.adapter={trained}")
+    text = orbit.run("eval", f"run.adapter={trained}")  # the model and all else are those of the run
     assert "base" in text and "whole" in text and "pass@1" in text
+    after = whole.rows("whole", "eval")[-1]
+    assert f"eval of whole: accuracy {after['accuracy']:.3f}  [{after['accuracy_low']:.3f}" in text
+    assert f"whole: adapter version 4, from {trained / 'adapters' / '000004'}" in text
+
+
+def test_eval_of_a_killed_run_takes_its_checkpoint(orbit, whole):
+    trained, killed = whole.root / "whole", orbit.root / "killed"
+    shutil.copytree(trained, killed)
+    for version in ("000002", "000004"):
+        shutil.rmtree(killed / "adapters" / version)
+    text = orbit.run("eval", f"run.adapter={killed}", "evaluation.base=false")
+    assert f"adapter version 4, from {killed / 'checkpoints' / 'step_000004'}" in text
+    accuracy = whole.rows("whole", "eval")[-1]["accuracy"]
+    assert f"eval of killed: accuracy {accuracy:.3f}" in text
 
 
 def _group_members(group: int) -> list[int]:

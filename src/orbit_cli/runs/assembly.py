@@ -72,16 +72,19 @@ def serving(
     adapter: ServedAdapter | None = None,
     served_base: Path | None = None,
     with_trainer: bool = False,
+    environment: Environment | None = None,
 ) -> Iterator[Serving]:
     """Prepare the base, start the engine on it, and stop the engine at the end, whatever happens.
 
     The trainer's model, if asked for, is built while the engine loads; on a GPU after it, since the engine sizes its
     cache by what is free before and after its own base.
     The engine gets room for `adapter` as it was read from disk, else for the adapter that the config describes.
+    `environment` is that of the config where the caller has built it; then the caller closes it too.
     `served_base` gives the engine another base folder than the trainer's; only sync-test does that, to see it fail.
     """
     set_threads(config)
-    environment = build_environment(config.environment, config.seed, config.evaluation.prompts)
+    own = None if environment else build_environment(config.environment, config.seed, config.evaluation.prompts)
+    environment = environment or own
     check = check_checkpoint if with_trainer else check_known  # the engine alone serves more families
     base = prepare_base(config.model, config.quantization, notify, check)
     if adapter:
@@ -123,7 +126,8 @@ def serving(
         )
     finally:
         generator.close()
-        environment.close()
+        if own is not None:
+            own.close()
         engine.shutdown()
 
 

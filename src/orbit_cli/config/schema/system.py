@@ -28,7 +28,8 @@ class RunConfig:
     in a checkpoint, and model, quantization, environment, evaluation, lengths and hardware are those of its config.yaml
     under what the command line sets."""
     output: str | None = None
-    """rollout: the JSONL or Parquet file to write; null: inside the run folder."""
+    """rollout: the JSONL or Parquet file to write; null: inside the run folder. A file that was broken off is gone on
+    with, if what made its rows (FILE.jsonl.meta.json says it) is what would make them now."""
 
     def __post_init__(self) -> None:
         length = len((self.name or "").encode())
