@@ -5,7 +5,7 @@ OrbitError
 │   ├── ConfigError      a config key, value, group or recipe
 │   └── CheckpointError  a checkpoint file or folder that is missing, truncated or of another model
 ├── StorageError         a disk, quota or file-size limit that is used up; what was finished before it is whole
-├── EngineError          SGLang failed to start, crashed, or refused a request; carries its last lines
+├── EngineError          SGLang failed to start, crashed, or refused a request; names the cause and the log
 ├── ParityError          trainer and engine do not compute the same thing; names the cause; exit code 1
 └── RunError             a run stopped for a reason of its own (for example no prompt left a gradient)
     └── NotFiniteError   gradients or adapter values that are NaN or infinite
@@ -51,7 +51,7 @@ class CheckpointError(UserError):
 
 
 class EngineError(OrbitError):
-    """The rollout engine failed. The message ends with the engine's own last lines where there are any."""
+    """The rollout engine failed. The message gives what its processes died of and the path of its log."""
 
 
 class StorageError(OrbitError):

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from orbit_cli.engine.channel import Channel
+from orbit_cli.engine.log import last_exception, log_size
 from orbit_cli.errors import EngineError, OrbitError
 
-_TAIL_LINES = 25
 _END_TIMEOUT_S = 15.0
 
 
@@ -42,6 +42,7 @@ class EngineProcess:
         self._channel: Channel | None = None
         self._thread: threading.Thread | None = None
         self._ready: Future | None = None
+        self._log_start = 0  # where this engine's part of the log begins
 
     def launch(self) -> None:
         """Start the process and return at once; it loads while the caller does something else."""
@@ -62,8 +63,8 @@ class EngineProcess:
             return self._ready.result(timeout=timeout_s)
         except TimeoutError:
             failure = EngineError(
-                f"the engine did not start within engine.start_timeout_s={timeout_s:g} seconds; its last lines:\n"
-                f"{self.tail()}"
+                f"the engine did not start within engine.start_timeout_s={timeout_s:g} seconds; raise it if "
+                f"{self.log_path} shows that it was still loading"
             )
             self.end()
             raise failure from None
@@ -84,17 +85,6 @@ class EngineProcess:
 
     def alive(self) -> bool:
         return self._failure is None and self._process is not None and self._process.poll() is None
-
-    def tail(self, lines: int = _TAIL_LINES) -> str:
-        """The last lines that the engine's processes wrote."""
-        try:
-            with open(self.log_path, "rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
-                text = log.read().decode(errors="replace")
-        except OSError as error:
-            return f"({self.log_path} cannot be read: {error})"
-        kept = [line for line in text.splitlines() if line.strip()]
-        return "\n".join(kept[-lines:]) or f"({self.log_path} is empty)"
 
     def end(self) -> None:
         """End every process of the engine's session and wait for it. Safe at any time and more than once."""
@@ -135,6 +125,7 @@ class EngineProcess:
     def _launch(self) -> None:
         ours, theirs = socket.socketpair()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = log_size(self.log_path)
         with theirs, open(self.log_path, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "orbit_cli.engine.host", str(theirs.fileno())],
@@ -170,18 +161,27 @@ class EngineProcess:
             pass  # the caller gave up on it
 
     def _fail(self) -> None:
-        """The process is gone: wait for its end, then fail everything that waits, with its last lines."""
+        """The process is gone: wait for its end, then fail everything that waits, with what its log says it died of."""
         deadline = time.monotonic() + 5.0
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         with self._lock:
             if self._failure is None:
-                code = self._process.returncode
-                how = f"ended with exit code {code}" if code is not None else "closed its channel"
-                self._failure = EngineError(f"the engine {how}; its last lines ({self.log_path}):\n{self.tail()}")
+                self._failure = EngineError(f"the engine {self._end()}; its log is {self.log_path}")
         if self._process.returncode is None:
             _kill_group(self._process.pid)
         self._fail_pending()
+
+    def _end(self) -> str:
+        """How the process ended, as the end of "the engine ..."."""
+        happened = "stopped" if self._ready is not None and self._ready.done() else "did not start"
+        code = self._process.returncode
+        # SGLang kills its own processes when one of them fails, so the exit code alone says little.
+        cause = last_exception(self.log_path, self._log_start)
+        if cause is None:
+            how = f"exit code {code}" if code is not None else "it closed its channel"
+            cause = f"{how}, with no exception in its log; a process that was killed may have run out of memory"
+        return f"{happened}: {cause}"
 
     def _fail_pending(self) -> None:
         with self._lock:

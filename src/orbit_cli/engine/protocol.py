@@ -14,7 +14,7 @@ from orbit_cli.types import AdapterVersion, Completion, SampleRequest, SwapRecei
 class RolloutEngine(Protocol):
     """Samples from a frozen base under adapter versions that are loaded while requests run.
 
-    All methods raise EngineError when the engine has failed, with its last lines, and for a version that is not live.
+    All methods raise EngineError when the engine has failed, with the cause, and for a version that is not live.
     """
 
     def start(self) -> None:

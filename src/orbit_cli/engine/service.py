@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 from orbit_cli.engine.arguments import check_extra
@@ -43,6 +44,7 @@ class Service:
         self.engine = start_engine(self.settings["arguments"])
         self.manager = self.engine.tokenizer_manager
         report = await self._plugin_report()
+        self._forget_load_file()
         return {
             "sglang": sglang.__version__,
             "seconds_to_start": time.monotonic() - began,
@@ -56,6 +58,15 @@ class Service:
 
         if _ENTRY_POINT not in load_plugins_by_group("sglang.srt.plugins"):
             raise EngineError(_NO_PLUGIN)
+
+    def _forget_load_file(self) -> None:
+        """Remove the name of the file in /dev/shm that scheduler and tokenizer share (the load, for SGLang's router).
+
+        Both hold it open; SGLang never removes it, so each start of an engine would leave one for good.
+        """
+        reader = getattr(self.manager, "load_snapshot_reader", None)
+        if reader is not None and str(getattr(reader, "path", "")).startswith("/dev/shm/sglang_loads_"):
+            Path(reader.path).unlink(missing_ok=True)
 
     async def _plugin_report(self) -> dict[str, Any]:
         state = (await self.manager.get_internal_state())[0]

@@ -19,6 +19,7 @@ from typing import Any
 
 from orbit_cli.config.schema.system import Device, EngineConfig, HardwareConfig
 from orbit_cli.engine.arguments import server_arguments
+from orbit_cli.engine.log import one_line
 from orbit_cli.engine.process import EngineProcess
 from orbit_cli.engine.targets import check_targets
 from orbit_cli.errors import CheckpointError, EngineError
@@ -79,16 +80,15 @@ class SGLangEngine:
         self._launched = True
 
     def start(self) -> None:
-        """Load the base; returns when the plugin has answered. Raises EngineError with the engine's last lines."""
+        """Load the base; returns when the plugin has answered. Raises EngineError with the cause and the log."""
         try:
             if not self._launched:
                 self.launch()
             self._start_report = self._process.wait(self.config.start_timeout_s)
         except EngineError as error:
             text = str(error)
-            if "its last lines" not in text:
-                log = self._process
-                text = f"the engine did not start: {text}; its last lines ({log.log_path}):\n{log.tail()}"
+            if not text.startswith("the engine did not start"):
+                text = f"the engine did not start: {one_line(text)}; its log is {self._process.log_path}"
             raise EngineError(text) from None
 
     def shutdown(self) -> None:
