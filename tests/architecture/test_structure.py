@@ -28,7 +28,8 @@ ALLOWED = {
     "cli": {"commands", "errors"},
     "__main__": {"cli"},
     # Constants and checks of what is set, without torch.
-    "planner": EVERYWHERE | {"engine.arguments", "engine.targets", "environments.params", "models.families"},
+    "planner": EVERYWHERE
+    | {"engine.arguments", "engine.targets", "environments.params", "models.families", "quantization.folder"},
     "commands": EVERYWHERE | {"planner", "quantization", "runs", "sync", "telemetry"},  # of two their results' types
     "algorithms": set(),
     "quantization": EVERYWHERE | {"orbit_kernels"},

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from planning import composed
 
+from orbit_cli import cli
 from orbit_cli.config.compose import compose
 from orbit_cli.config.locate import recipe_names
 from orbit_cli.errors import CheckpointError, ConfigError
@@ -35,8 +36,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
     return show
 
 
+def weights(path: Path, name: str = "model.norm.weight", cut: int = 0) -> None:
+    """A safetensors file with one tensor, `cut` bytes short."""
+    header = json.dumps({name: {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}).encode()
+    whole = len(header).to_bytes(8, "little") + header + bytes(8)
+    path.write_bytes(whole[: len(whole) - cut])
+
+
 def folder(tmp_path: Path, **config: object) -> str:
+    """A checkpoint folder, complete as far as its headers can tell."""
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    weights(tmp_path / "model.safetensors")
     return f"model.path={tmp_path}"
 
 
@@ -203,6 +214,43 @@ def test_a_folder_that_is_no_checkpoint(make, words: str, tmp_path: Path) -> Non
     make(path)
     with pytest.raises(CheckpointError, match=words):
         preflight(compose(["model=qwen3_4b", f"model.path={path}"]), command="train")
+
+
+def index(path: Path) -> None:
+    """An index of two shards, of which the second is not there."""
+    (path / "model.safetensors").rename(path / "one.safetensors")
+    shards = {"model.norm.weight": "one.safetensors", "lm_head.weight": "two.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+        (lambda path: weights(path / "model.safetensors", cut=3), "is truncated: .* its header says"),
+        (lambda path: (path / "model.safetensors").write_bytes(b""), "is truncated: 0 bytes do not hold its header"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}"), "holds no tensor in model"),
+        (lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").mkdir()), "cannot be read"),
+        (index, "two.safetensors is missing; the checkpoint is incomplete"),
+        (lambda path: (path / "tokenizer.json").unlink(), "model.path=.* has no tokenizer file"),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_plan_and_run_alike(
+    damage, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["model=checkpoint", folder(tmp_path, **composed("model=qwen3_4b").model.architecture)]
+    arguments = [*given, "hardware=h200x1", "hardware.memory_mib=143771"]
+    monkeypatch.setattr(sys, "argv", ["orbit", "plan", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code, capsys.readouterr()
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        preflight(compose(given), command="rollout")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and capsys.readouterr().err == f"orbit: {caught.value}\n"
 
 
 def test_the_checkpoints_own_facts_are_planned_with(tmp_path: Path) -> None:

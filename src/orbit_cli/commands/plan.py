@@ -13,6 +13,7 @@ from orbit_cli.commands.options import Cfg, Overrides, load_config
 from orbit_cli.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from orbit_cli.config.schema import OrbitConfig
     from orbit_cli.planner.plan import Plan
 
 
@@ -83,9 +84,7 @@ def _check_options(compare: bool, plot: Path | None, multirun: bool, explain: bo
 def _one(overrides: list[str] | None, work: Work, as_json: bool, explain: bool, cfg: Cfg) -> int:
     """Print one plan; the exit code."""
     config = load_config(overrides, cfg)
-    from orbit_cli.planner.plan import make_plan
-
-    made = make_plan(config, trains=work is Work.train)
+    made = _planned(config, work)
     if as_json:
         from orbit_cli.planner.view import to_json
 
@@ -101,17 +100,28 @@ def _one(overrides: list[str] | None, work: Work, as_json: bool, explain: bool, 
     return _code(made, work)
 
 
+def _planned(config: OrbitConfig, work: Work) -> Plan:
+    """The plan of what the command would run. Raises ConfigError or CheckpointError for what it would refuse."""
+    from orbit_cli.planner.checkpoint import check_files
+    from orbit_cli.planner.plan import make_plan
+
+    if work is Work.train:
+        config.check_trainable()
+    made = make_plan(config, trains=work is Work.train)
+    check_files(config.model)
+    return made
+
+
 def _several(overrides: list[str], work: Work, as_json: bool) -> int:
     """Print a line for each combination, in their order; the exit code."""
     from orbit_cli.commands.plan_tables import plans_text
     from orbit_cli.config.compose import compose
     from orbit_cli.config.overrides import combinations
-    from orbit_cli.planner.plan import make_plan
 
     made: list[tuple[list[str], Plan | str]] = []
     for _, chosen in combinations(overrides):
         try:
-            made.append((chosen, make_plan(compose(chosen), trains=work is Work.train)))
+            made.append((chosen, _planned(compose(chosen), work)))
         except ConfigError as error:  # one combination that cannot be laid out does not hide the others
             made.append((chosen, str(error)))
     if as_json:

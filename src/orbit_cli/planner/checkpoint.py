@@ -17,6 +17,7 @@ from orbit_cli.config.locate import conf_dir, group_options
 from orbit_cli.config.schema.base import ModelConfig, ModelSource
 from orbit_cli.errors import CheckpointError, ConfigError
 from orbit_cli.planner.facts import Facts
+from orbit_cli.quantization.folder import CheckpointFolder, check_tokenizer
 
 # Not compared: these say how files are written or read, and revisions of one model differ in them.
 _LOOSE = ("ignore", "transformers_version", "torch_dtype", "dtype")
@@ -35,6 +36,16 @@ def facts_of(model: ModelConfig) -> Facts:
             "model.path to a Hugging Face checkpoint folder"
         )
     return Facts(model.architecture, f"model.architecture of {model.name}")
+
+
+def check_files(model: ModelConfig) -> None:
+    """Refuse a checkpoint folder that its run would refuse: weights or tokenizer missing, damaged or truncated.
+
+    Reads headers alone, milliseconds. Raises CheckpointError.
+    """
+    if model.source is ModelSource.checkpoint and model.path:
+        CheckpointFolder(model.path)
+        check_tokenizer(model.tokenizer or model.path, "model.tokenizer" if model.tokenizer else "model.path")
 
 
 def own_config(model: ModelConfig) -> str | None:

@@ -7,24 +7,20 @@ for, and everything that can be checked from headers is checked when the folder 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from orbit_cli.config.schema.base import NumberFormat
 from orbit_cli.errors import CheckpointError
+from orbit_cli.quantization.folder import CheckpointFolder
 from orbit_cli.quantization.formats import FORMATS, format_of
 from orbit_cli.quantization.safetensors_file import ITEM_BITS, SafetensorsFile, TensorInfo
 from orbit_cli.quantization.tensor import QuantizedTensor
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 
-
-class CheckpointReader:
+class CheckpointReader(CheckpointFolder):
     """A checkpoint folder.
 
     Raises CheckpointError if the folder, its config.json or a shard is missing or truncated, if the index names a
@@ -32,12 +28,8 @@ class CheckpointReader:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path).expanduser()
-        self.config: dict[str, Any] = _read_json(self.path / "config.json", self.path)
+        super().__init__(path)
         self.format: NumberFormat = format_of(self.config, str(self.path))
-        self._files = {name: SafetensorsFile(self.path / name) for name in shard_names(self.path)}
-        self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.infos}
-        self._check_index()
         self._check_parts()
 
     def names(self) -> list[str]:
@@ -113,16 +105,6 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path} has no tensor {name}{hint}")
         return self._files[self._file_of[name]]
 
-    def _check_index(self) -> None:
-        index = self.path / INDEX_NAME
-        if len(self._files) == 1 and not index.exists():
-            return
-        for tensor, shard in _weight_map(self.path).items():
-            if tensor not in self._files[shard].infos:
-                raise CheckpointError(
-                    f"{self.path / shard} lacks {tensor}, which {INDEX_NAME} says it has; copy it again"
-                )
-
     def _check_parts(self) -> None:
         """Every quantised module is of the format that config.json declares, and has all its parts."""
         for module in self.modules():
@@ -139,41 +121,3 @@ class CheckpointReader:
                     f"{self.path} lacks {lacking[0]}, a part of a linear in {self.format.value}, which config.json "
                     "declares; the files belong to different models"
                 )
-
-
-def shard_names(path: Path) -> list[str]:
-    """File names of a checkpoint's shards, sorted. Raises CheckpointError if there are none."""
-    index = path / INDEX_NAME
-    if index.exists():
-        return sorted(set(_weight_map(path).values()))
-    if (path / SINGLE_NAME).exists():
-        return [SINGLE_NAME]
-    raise CheckpointError(
-        f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME}; "
-        "set the path to a Hugging Face folder with safetensors files"
-    )
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    """Shard of each tensor, as the index says. Raises CheckpointError if it does not say it."""
-    found = _read_json(path / INDEX_NAME, path).get("weight_map")
-    if not found or not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        said = "has no weight_map" if not found else "has a weight_map that names no file for each tensor"
-        raise CheckpointError(f"{path / INDEX_NAME} {said}; the checkpoint is damaged, copy it again")
-    return found
-
-
-def _read_json(path: Path, folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; set the path to a Hugging Face checkpoint folder")
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {path.name}; it is no complete Hugging Face checkpoint") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); copy the file again") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); copy the file again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no mapping; copy the file again")
-    return found

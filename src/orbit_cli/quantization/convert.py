@@ -21,7 +21,7 @@ import torch
 
 from orbit_cli.config.schema.base import NumberFormat, QuantizationConfig
 from orbit_cli.errors import CheckpointError, UserError, writing
-from orbit_cli.quantization.checkpoint import INDEX_NAME, CheckpointReader
+from orbit_cli.quantization.checkpoint import CheckpointReader
 from orbit_cli.quantization.files import (
     copy_side_files,
     file_sha256,
@@ -30,6 +30,7 @@ from orbit_cli.quantization.files import (
     save_tensors,
     write_json,
 )
+from orbit_cli.quantization.folder import INDEX_NAME
 from orbit_cli.quantization.formats import FORMATS, quantization_config
 from orbit_cli.quantization.gguf import GgufReader, shipped_smollm2
 from orbit_cli.quantization.identity import conversion_identity

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 
 from orbit_cli.config.schema.base import QuantizationConfig
-from orbit_cli.quantization.checkpoint import shard_names
 from orbit_cli.quantization.files import file_sha256
+from orbit_cli.quantization.folder import shard_names
 from orbit_cli.quantization.safetensors_file import SafetensorsFile
 
 CONVERTER_VERSION = 2

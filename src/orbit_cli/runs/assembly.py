@@ -25,6 +25,7 @@ from orbit_cli.models.build import TrainerModel, build_model
 from orbit_cli.models.check import check_checkpoint, check_known
 from orbit_cli.planner.preflight import require_gpus
 from orbit_cli.quantization.base_model import prepare_base
+from orbit_cli.quantization.folder import check_tokenizer
 from orbit_cli.rollout.chat import Chat
 from orbit_cli.rollout.generator import Generator
 from orbit_cli.runs.adapters import ServedAdapter
@@ -89,7 +90,9 @@ def serving(
     base = prepare_base(config.model, config.quantization, notify, check)
     if adapter:
         adapter.check(base)
-    chat = Chat(Path(config.model.tokenizer) if config.model.tokenizer else base, config.model.stop_token_ids)
+    tokenizer = Path(config.model.tokenizer) if config.model.tokenizer else base
+    check_tokenizer(tokenizer, "model.tokenizer" if config.model.tokenizer else "model.path")
+    chat = Chat(tokenizer, config.model.stop_token_ids)
     spec = adapter.version.spec if adapter else spec_from_config(config.adapter)
     engine = SGLangEngine(
         served_base or base,
