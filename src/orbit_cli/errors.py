@@ -26,7 +26,7 @@ from pathlib import Path
 _USED_UP = {
     errno.ENOSPC: ("No space left on device", "the disk is full", "make room"),
     errno.EDQUOT: ("Disk quota exceeded", "the disk quota is used up", "make room"),
-    errno.EFBIG: ("File too large", "a file may not grow that large here (ulimit -f)", "lift it (ulimit -f unlimited)"),
+    errno.EFBIG: ("File too large", "a file may not grow that large here (ulimit -f)", "lift that limit"),
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,10 @@ import torch
 from orbit_cli.adapters.bundle import make_version
 from orbit_cli.config.compose import compose
 from orbit_cli.environments.registry import build_environment
-from orbit_cli.errors import ConfigError
+from orbit_cli.errors import ConfigError, StorageError
 from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.runs.adapters import ServedAdapter
-from orbit_cli.runs.collect import collect
+from orbit_cli.runs.collect import _finish, collect
 from orbit_cli.runs.rollout_file import RolloutFile, making
 from orbit_cli.types import AdapterSpec, Prompt
 
@@ -124,3 +127,36 @@ def test_nothing_to_do_starts_no_engine(tmp_path: Path) -> None:
     file.path.unlink()
     with pytest.raises(ConfigError, match=r"w\.parquet is there already, and w\.jsonl, .* is not"):
         collect(config)
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """A limit that stands in for a full disk: the same system calls fail."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_no_file_is_begun_on_a_full_disk(tmp_path: Path) -> None:
+    file = opened(tmp_path / "new.jsonl")
+    with largest_file(4000), pytest.raises(StorageError, match=r"new\.jsonl cannot be written"):
+        file.append(rows(PROMPTS[0]) * 500)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_on_a_full_disk_are_whole_or_not_there(path: Path) -> None:
+    before = path.read_text()
+    with largest_file(max(4000, len(before) + 100)), pytest.raises(StorageError):
+        opened(path).append(rows(PROMPTS[2]) * 500)
+    assert path.read_text() == before
+
+
+def test_nothing_is_left_of_a_parquet_file_on_a_full_disk(path: Path) -> None:
+    target = path.with_suffix(".parquet")
+    before = sorted(path.parent.iterdir())
+    with largest_file(50), pytest.raises(StorageError, match=r"\.parquet cannot be written"):
+        _finish(target)
+    assert sorted(path.parent.iterdir()) == before

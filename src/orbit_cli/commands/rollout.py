@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orbit_cli.commands.options import Cfg, Overrides, load_served_config
+from orbit_cli.errors import StorageError
 
 
 def rollout(overrides: Overrides = None, cfg: Cfg = None) -> None:
@@ -19,5 +20,8 @@ def rollout(overrides: Overrides = None, cfg: Cfg = None) -> None:
     preflight(config, command="rollout", overrides=said)
     from orbit_cli.runs.collect import collect
 
-    done = collect(config)
+    try:
+        done = collect(config)
+    except StorageError as error:
+        raise StorageError(f"{error} and start it again with the same arguments") from error
     print(f"wrote {done['rows']} rows of {done['prompts']} prompts to {done['output']} ({done['skipped']} were there)")

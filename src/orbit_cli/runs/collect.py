@@ -19,7 +19,7 @@ from orbit_cli.config.schema.learning import Split
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.environments.protocol import Environment
 from orbit_cli.environments.registry import build_environment
-from orbit_cli.errors import ConfigError
+from orbit_cli.errors import ConfigError, writing
 from orbit_cli.models.check import check_known
 from orbit_cli.planner.measured import planned_peaks
 from orbit_cli.quantization.base_model import prepare_base
@@ -159,5 +159,10 @@ def _finish(target: Path) -> None:
 
     rows = _rows_of(target).read_text(encoding="utf-8").splitlines()
     partial = target.with_name(f".{target.name}.partial")
-    pq.write_table(pa.Table.from_pylist([json.loads(line) for line in rows]), partial)
-    os.replace(partial, target)
+    with writing(target):
+        try:
+            pq.write_table(pa.Table.from_pylist([json.loads(line) for line in rows]), partial)
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise

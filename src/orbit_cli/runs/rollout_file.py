@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 from orbit_cli.config.compose import flatten
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.config.serialize import to_plain
-from orbit_cli.errors import ConfigError, UserError
+from orbit_cli.errors import ConfigError, StorageError, UserError
 from orbit_cli.quantization.identity import source_identity
 from orbit_cli.runs.adapters import ServedAdapter
-from orbit_cli.telemetry.files import read_json, write_atomic, write_json
+from orbit_cli.telemetry.files import AppendedFile, read_json, write_atomic, write_json
 from orbit_cli.types import Prompt
 
 ABOUT = "what made the rows of the file of this name; each of them has the digest as made_by"
@@ -87,12 +86,19 @@ class RolloutFile:
         return done
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add whole prompts; they are on disk when this returns. The record is there before the first row."""
+        """Add whole prompts; they are on disk when this returns. The record is there before the first row.
+
+        Raises StorageError if the disk is full; nothing of these rows is in the file then, and no file was begun.
+        """
+        begun = self.path.exists()
         write_json(self.record, {"about": ABOUT, "digest": self.digest, "made": dict(self.made)})
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(_line({**row, "made_by": self.digest}) for row in rows))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with AppendedFile(self.path) as file:
+                file.append("".join(_line({**row, "made_by": self.digest}) for row in rows))
+        except StorageError:
+            if not begun:
+                self.record.unlink(missing_ok=True)
+            raise
 
     def _rows(self) -> list[dict[str, Any]]:
         if not self.path.exists():

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.config.schema.system import Inject
+from orbit_cli.errors import writing
 from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.quantization.identity import base_checksum
 from orbit_cli.runs.assembly import check_device, probe_tokens, serving
 from orbit_cli.sync.proof import Check, Proof
+from orbit_cli.telemetry.files import write_json
 from orbit_cli.telemetry.recorder import Recorder
 from orbit_cli.telemetry.run_folder import RunFolder
 
@@ -42,9 +44,7 @@ def sync_test(config: OrbitConfig) -> SyncTestResult:
             checks = proof.run(base_checksum(served.base), base_checksum(served.engine.base))
         path = folder.path / "sync_test.json"
         failed = [check.cause for check in checks if not check.passed]
-        path.write_text(
-            json.dumps({"passed": not failed, "causes": failed, "checks": [asdict(c) for c in checks]}, indent=1)
-        )
+        write_json(path, {"passed": not failed, "causes": failed, "checks": [asdict(c) for c in checks]})
     if altered is not None:
         shutil.rmtree(altered)
     return SyncTestResult(checks=checks, path=path)
@@ -54,7 +54,8 @@ def _altered_base(config: OrbitConfig, folder: RunFolder, recorder: Recorder) ->
     """A copy of the base with one byte of one frozen weight changed, for the engine alone."""
     base = prepare_base(config.model, config.quantization, recorder.notify)
     copy = folder.path / "altered_base"
-    shutil.copytree(base, copy)
+    with writing(copy):
+        shutil.copytree(base, copy)
     recorder.notify(f"altered one byte of {_alter_one_byte(copy)} in the engine's copy of the base")
     return copy
 
