@@ -22,6 +22,7 @@ from orbit_cli.errors import ConfigError
         ("tiny_dense", "head_dim=33", r"head_dim=33 is odd"),
         ("tiny_dense", "hiden_size=65", r"hiden_size=65 is set, and a qwen3 has no such .*did you mean hidden_size"),
         ("tiny_dense", "num_experts=4", r"a qwen3 has no such field"),
+        ("tiny_dense", "vocab_size=300", r"vocab_size=300 is smaller than the tokenizer's 49152 tokens; set"),
         ("tiny_moe", "num_experts_per_tok=9", r"num_experts_per_tok=9 is more than num_experts=8; set at most 8"),
         ("tiny_mla_moe", "n_group=3", r"n_group=3 does not divide n_routed_experts=8"),
         ("tiny_mla_moe", "qk_rope_head_dim=15", r"qk_rope_head_dim=15 is odd"),

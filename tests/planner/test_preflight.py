@@ -253,6 +253,12 @@ def test_a_damaged_folder_is_refused_by_plan_and_run_alike(
     assert ended.value.code == 2 and capsys.readouterr().err == f"orbit: {caught.value}\n"
 
 
+def test_a_tokenizer_folder_is_looked_at_before_anything_is_built(tmp_path: Path) -> None:
+    for given, words in ((tmp_path / "none", "is no folder"), (tmp_path, "has no tokenizer file")):
+        with pytest.raises(CheckpointError, match=f"model.tokenizer=.* {words}"):
+            preflight(compose(["recipe=smoke_dense_oft", f"model.tokenizer={given}"]), command="train")
+
+
 def test_the_checkpoints_own_facts_are_planned_with(tmp_path: Path) -> None:
     """Extra and re-spelt keys are no difference; what the folder says decides."""
     published = composed("model=qwen3_4b").model.architecture

@@ -43,9 +43,12 @@ def check_files(model: ModelConfig) -> None:
 
     Reads headers alone, milliseconds. Raises CheckpointError.
     """
+    if model.tokenizer:
+        check_tokenizer(model.tokenizer, "model.tokenizer")
     if model.source is ModelSource.checkpoint and model.path:
         CheckpointFolder(model.path)
-        check_tokenizer(model.tokenizer or model.path, "model.tokenizer" if model.tokenizer else "model.path")
+        if not model.tokenizer:
+            check_tokenizer(model.path, "model.path")
 
 
 def own_config(model: ModelConfig) -> str | None:

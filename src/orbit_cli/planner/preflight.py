@@ -38,7 +38,7 @@ def preflight(config: OrbitConfig, *, command: str, overrides: Sequence[str] | N
     lacks_files = model.source is ModelSource.checkpoint and not model.path
     if model.source is ModelSource.checkpoint and model.path:
         facts_of(model)  # the folder is that model, or this says which field differs
-        check_files(model)
+    check_files(model)
     if lacks_files and model.repository is None:
         raise ConfigError("model.source=checkpoint needs model.path; set it to a Hugging Face checkpoint folder")
     checked = config.memory.preflight

@@ -88,6 +88,12 @@ class ModelConfig:
             )
         if self.source is ModelSource.random:
             check_architecture(self.architecture)
+            words = self.architecture.get("vocab_size")
+            if self.tokenizer is None and isinstance(words, int) and words < SHIPPED["vocab_size"]:
+                raise ConfigError(
+                    f"model.architecture.vocab_size={words} is smaller than the tokenizer's {SHIPPED['vocab_size']} "
+                    f"tokens; set model.architecture.vocab_size={SHIPPED['vocab_size']}, or model.tokenizer"
+                )
 
 
 class NumberFormat(StrEnum):
