@@ -69,3 +69,8 @@ def test_report_of_quantize() -> None:
     assert "4.0 -> 1.0 MiB" in text and "lm_head: ignored" in text
     assert text.index("worst    b") < text.index("worst    a")
     assert text.endswith("wrote    /out")
+
+
+def test_a_copy_is_not_reported_as_a_conversion_of_nothing() -> None:
+    report = QuantizationReport(source="s", output="out", format="bf16")
+    assert report_text(report) == "bf16: every tensor is copied as it is, nothing is encoded\nwrote    out"

@@ -63,7 +63,7 @@ def test_the_config_in_the_folder_is_the_config(tmp_path: Path) -> None:
 
 def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run\.root"):
+    with pytest.raises(ConfigError, match=r"run\.root=.* cannot hold run folders: .*; set run\.root to a folder"):
         RunFolder.create(config(tmp_path / "file"))
 
 

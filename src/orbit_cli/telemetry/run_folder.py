@@ -85,7 +85,10 @@ class RunFolder:
             if folder is not None:
                 shutil.rmtree(folder.path, ignore_errors=True)
             why = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"run.root={config.run.root} cannot hold run folders: {why}") from error
+            raise ConfigError(
+                f"run.root={config.run.root} cannot hold run folders: {why}; set run.root to a folder that can be "
+                "written to"
+            ) from error
         return folder
 
     @classmethod
