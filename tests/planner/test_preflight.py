@@ -226,7 +226,6 @@ def index(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: (path / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         (lambda path: weights(path / "model.safetensors", cut=3), "is truncated: .* its header says"),
         (lambda path: (path / "model.safetensors").write_bytes(b""), "is truncated: 0 bytes do not hold its header"),
         (lambda path: (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}"), "holds no tensor in model"),
@@ -251,6 +250,21 @@ def test_a_damaged_folder_is_refused_by_plan_and_run_alike(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2 and capsys.readouterr().err == f"orbit: {caught.value}\n"
+
+
+def test_a_model_is_planned_from_its_config_before_its_weights_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(composed("model=qwen3_4b").model.architecture))
+    given = ["model=checkpoint", f"model.path={tmp_path}"]
+    arguments = [*given, "hardware=h200x1", "hardware.memory_mib=143771"]
+    monkeypatch.setattr(sys, "argv", ["orbit", "plan", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = " ".join(capsys.readouterr().out.split())
+    assert not ended.value.code and "alone: a run needs its weights there" in said
+    with pytest.raises(CheckpointError, match="has neither model.safetensors nor"):
+        preflight(compose(given), command="rollout")
 
 
 def test_a_tokenizer_folder_is_looked_at_before_anything_is_built(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from orbit_cli.config.locate import conf_dir, group_options
 from orbit_cli.config.schema.base import ModelConfig, ModelSource
 from orbit_cli.errors import CheckpointError, ConfigError
 from orbit_cli.planner.facts import Facts
-from orbit_cli.quantization.folder import CheckpointFolder, check_tokenizer
+from orbit_cli.quantization.folder import INDEX_NAME, CheckpointFolder, check_tokenizer
 
 # Not compared: these say how files are written or read, and revisions of one model differ in them.
 _LOOSE = ("ignore", "transformers_version", "torch_dtype", "dtype")
@@ -38,17 +38,29 @@ def facts_of(model: ModelConfig) -> Facts:
     return Facts(model.architecture, f"model.architecture of {model.name}")
 
 
-def check_files(model: ModelConfig) -> None:
+def check_files(model: ModelConfig, *, config_suffices: bool = False) -> None:
     """Refuse a checkpoint folder that its run would refuse: weights or tokenizer missing, damaged or truncated.
 
-    Reads headers alone, milliseconds. Raises CheckpointError.
+    With `config_suffices` a folder of a config.json without weights passes. Reads headers alone, milliseconds. Raises
+    CheckpointError.
     """
     if model.tokenizer:
         check_tokenizer(model.tokenizer, "model.tokenizer")
+    if config_suffices and is_config_alone(model):
+        return
     if model.source is ModelSource.checkpoint and model.path:
         CheckpointFolder(model.path)
         if not model.tokenizer:
             check_tokenizer(model.path, "model.path")
+
+
+def is_config_alone(model: ModelConfig) -> bool:
+    """Whether model.path has a config.json and no weights, as before a download."""
+    if model.source is not ModelSource.checkpoint or not model.path:
+        return False
+    folder = Path(model.path).expanduser()
+    has_weights = (folder / INDEX_NAME).exists() or any(folder.glob("*.safetensors"))
+    return (folder / "config.json").is_file() and not has_weights
 
 
 def own_config(model: ModelConfig) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orbit_cli.config.schema.memory import TrainerLayout
-from orbit_cli.planner.checkpoint import own_config
+from orbit_cli.planner.checkpoint import is_config_alone, own_config
 from orbit_cli.planner.part import BASE, Side, size
 from orbit_cli.planner.plan import Phase, Plan
 from orbit_cli.planner.shape import Category
@@ -49,9 +49,13 @@ def _costs(plan: Plan, trains: bool) -> list[str]:
 
 
 def _folder_notes(plan: Plan) -> list[str]:
-    """Where the folder is a model that has a config of its own."""
-    better = own_config(plan.config.model)
-    return [f"{better} has this model's stop tokens, adapter.targets and engine.tensor_parallel"] if better else []
+    """Where the folder is a model that has a config of its own, or lacks the weights."""
+    better, found = own_config(plan.config.model), []
+    if better:
+        found.append(f"{better} has this model's stop tokens, adapter.targets and engine.tensor_parallel")
+    if is_config_alone(plan.config.model):
+        found.append(f"planned from the config.json of {plan.config.model.path} alone: a run needs its weights there")
+    return found
 
 
 def _base_notes(plan: Plan) -> list[str]:
