@@ -353,3 +353,18 @@ def test_planning_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_what_serves_a_runs_adapter_is_planned_as_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from orbit_cli.config.compose import compose
+    from orbit_cli.config.serialize import to_yaml
+
+    (tmp_path / "config.yaml").write_text(to_yaml(compose(["recipe=smoke_dense_oft"])))
+    for work in ("eval", "rollout"):
+        found = json.loads(shown(monkeypatch, capsys, "--for", work, f"run.adapter={tmp_path}", "--json"))
+        same = json.loads(shown(monkeypatch, capsys, "--for", work, "recipe=smoke_dense_oft", "--json"))
+        assert found["model"] == "tiny_dense" and found["phases"] == same["phases"]
+    rows = json.loads(shown(monkeypatch, capsys, "-m", "--for", "eval", f"run.adapter={tmp_path}", "--json"))
+    assert [row["model"] for row in rows] == ["tiny_dense"]

@@ -77,3 +77,29 @@ def test_a_damaged_config_is_named(run: Path) -> None:
     (run / "config.yaml").write_text("seed: 0\n")
     with pytest.raises(ConfigError, match=r"config\.yaml is damaged"):
         served(run)
+
+
+def test_rows_that_a_run_was_trained_on_are_not_held_out_for_it(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join('{"problem": "1 + 1", "answer": "2"}' for _ in range(40)))
+    own = ["recipe=smoke_dense_oft", "environment=math_file", f"environment.path={rows}", "evaluation.prompts=8"]
+    (tmp_path / "config.yaml").write_text(to_yaml(compose(own)))
+
+    def check(*overrides: str) -> None:
+        found = compose_served([f"run.adapter={tmp_path}", *overrides])
+        found.check(to_typed(found.composition.raw))
+
+    check()
+    check("evaluation.prompts=4")
+    check("evaluation.prompts=32", f"environment.eval_path={rows}")
+    with pytest.raises(ConfigError, match="would take rows .* held out the last 8; set evaluation.prompts=8"):
+        check("evaluation.prompts=32")
+    with pytest.raises(ConfigError, match="held out the last 8"):
+        check("experiment=main_job")
+
+
+def test_a_run_without_its_config_is_said_to_lack_it(run: Path) -> None:
+    (run / "status.json").write_text("{}")
+    (run / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match="without its config.yaml"):
+        compose_served([f"run.adapter={run}"])

@@ -57,19 +57,22 @@ def load_config(overrides: list[str] | None, cfg: Show | None) -> OrbitConfig:
     return _shown(compose(overrides or []), cfg)
 
 
-def load_served_config(overrides: list[str] | None, cfg: Show | None) -> tuple[OrbitConfig, list[str] | None]:
+def load_served_config(
+    overrides: list[str] | None, cfg: Show | None, *, note: bool = True
+) -> tuple[OrbitConfig, list[str] | None]:
     """As `load_config`, where run.adapter may name a run: then what it was trained on comes from its config.yaml.
 
-    Second comes what preflight is to call the overrides: None where they do not say all.
+    Second comes what preflight is to call the overrides: None where they do not say all. `note` prints a line on it.
     """
     from orbit_cli.config.adapter_run import compose_served
     from orbit_cli.config.compose import to_typed
 
     served = compose_served(overrides or [])
     config = _shown(to_typed(served.composition.raw), cfg)
-    note = served.note(config)
-    if note:
-        print(note, flush=True)
+    served.check(config)
+    said = served.note(config) if note else None
+    if said:
+        print(said, flush=True)
     return config, None if served.adds else overrides or []
 
 

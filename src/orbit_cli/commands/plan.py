@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orbit_cli.commands.options import Cfg, Overrides, load_config
+from orbit_cli.commands.options import Cfg, Overrides, load_config, load_served_config
 from orbit_cli.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def _check_options(compare: bool, plot: Path | None, multirun: bool, explain: bo
 
 def _one(overrides: list[str] | None, work: Work, as_json: bool, explain: bool, cfg: Cfg) -> int:
     """Print one plan; the exit code."""
-    config = load_config(overrides, cfg)
-    made = _planned(config, work)
+    made = _planned(_config(overrides, cfg, work, note=not as_json), work)
     if as_json:
         from orbit_cli.planner.view import to_json
 
@@ -98,6 +97,11 @@ def _one(overrides: list[str] | None, work: Work, as_json: bool, explain: bool, 
 
         print(plan_text(made, command=work))
     return _code(made, work)
+
+
+def _config(overrides: list[str] | None, cfg: Cfg, work: Work, *, note: bool) -> OrbitConfig:
+    """As the planned command would compose it: rollout and eval take what run.adapter names from its run."""
+    return load_config(overrides, cfg) if work is Work.train else load_served_config(overrides, cfg, note=note)[0]
 
 
 def _planned(config: OrbitConfig, work: Work) -> Plan:
@@ -115,13 +119,12 @@ def _planned(config: OrbitConfig, work: Work) -> Plan:
 def _several(overrides: list[str], work: Work, as_json: bool) -> int:
     """Print a line for each combination, in their order; the exit code."""
     from orbit_cli.commands.plan_tables import plans_text
-    from orbit_cli.config.compose import compose
     from orbit_cli.config.overrides import combinations
 
     made: list[tuple[list[str], Plan | str]] = []
     for _, chosen in combinations(overrides):
         try:
-            made.append((chosen, _planned(compose(chosen), work)))
+            made.append((chosen, _planned(_config(chosen, None, work, note=False), work)))
         except ConfigError as error:  # one combination that cannot be laid out does not hide the others
             made.append((chosen, str(error)))
     if as_json:

@@ -19,6 +19,7 @@ from orbit_cli.config.locate import GROUPS
 from orbit_cli.config.overrides import COMMAND_LINE
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.serialize import read_yaml, to_plain
+from orbit_cli.errors import ConfigError
 
 TAKEN = ("model", "quantization", "adapter", "environment", "evaluation", "engine", "hardware")
 LENGTHS = ("max_new_tokens", "max_prompt_tokens")  # of rollout
@@ -56,6 +57,20 @@ class Served:
             said += f"; it was trained with {other[0]}={before.get(other[0])} and is served with {now.get(other[0])}"
         return f"run.adapter={self.run}: {said}"
 
+    def check(self, config: OrbitConfig) -> None:
+        """Refuse to hold out rows of a file that the run was trained on. Raises ConfigError."""
+        if self.trained is None:
+            return
+        environment, before = config.environment, self.trained["environment"]
+        same_file = environment.path is not None and environment.path == before.get("path")
+        held_out, wanted = self.trained["evaluation"]["prompts"], config.evaluation.prompts
+        if same_file and environment.eval_path is None and before.get("eval_path") is None and wanted > held_out:
+            raise ConfigError(
+                f"evaluation.prompts={wanted} would take rows of environment.path={environment.path} that "
+                f"{self.run} was trained on, which held out the last {held_out}; set evaluation.prompts={held_out} or "
+                "less, or environment.eval_path to other rows"
+            )
+
     @property
     def adds(self) -> bool:
         """Whether the run sets what the overrides do not say."""
@@ -72,6 +87,11 @@ def compose_served(overrides: list[str]) -> Served:
     given = OmegaConf.select(composition.raw, "run.adapter")
     run = Path(given).expanduser() if given else None
     if run is None or (run / "adapter_config.json").exists() or not (run / "config.yaml").is_file():
+        if run is not None and (run / "status.json").is_file():
+            raise ConfigError(
+                f"run.adapter={given} is a run's folder without its config.yaml, which says what it was trained on; "
+                "copy that file back, or set run.adapter to a folder below its adapters/"
+            )
         return Served(composition=composition)
     trained = to_plain(read_yaml(run / "config.yaml"))
     keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
