@@ -365,6 +365,9 @@ def test_what_serves_a_runs_adapter_is_planned_as_the_run(
     for work in ("eval", "rollout"):
         found = json.loads(shown(monkeypatch, capsys, "--for", work, f"run.adapter={tmp_path}", "--json"))
         same = json.loads(shown(monkeypatch, capsys, "--for", work, "recipe=smoke_dense_oft", "--json"))
-        assert found["model"] == "tiny_dense" and found["phases"] == same["phases"]
+        parts, expected = (one["phases"]["rollout"]["parts"] for one in (found, same))
+        fixed = [name for name in expected if name.startswith("engine/base") or "slots" in name or "cache" in name]
+        assert found["model"] == "tiny_dense" and len(fixed) > 3
+        assert [parts[name] for name in fixed] == [expected[name] for name in fixed]
     rows = json.loads(shown(monkeypatch, capsys, "-m", "--for", "eval", f"run.adapter={tmp_path}", "--json"))
     assert [row["model"] for row in rows] == ["tiny_dense"]
