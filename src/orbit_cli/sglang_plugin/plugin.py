@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 from importlib import metadata
 
 PLUGIN_VERSION = "1"
@@ -63,6 +64,7 @@ def register() -> None:
         )
     if multiprocessing.parent_process() is None:
         return  # the tokenizer's process: nothing to change there, and resolving the targets would import the models
+    end_if_orphaned()
     import sglang.srt.managers.scheduler as scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -77,6 +79,17 @@ def register() -> None:
         from orbit_cli.sglang_plugin.cpu.mla import register_absorbed_attention
 
         register_absorbed_attention()
+
+
+def end_if_orphaned() -> None:
+    """End this scheduler if the process that started it is gone.
+
+    SGLang asks the kernel to kill a scheduler with its parent, after imports of some seconds; a parent that was killed
+    before leaves a scheduler that nobody ends. SGLang has asked by the time it calls plugins.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
 
 
 def wanted_hooks() -> tuple[tuple[str, str, str], ...]:
