@@ -1,4 +1,5 @@
-"""What the Hopper kernels of both directions share: a block's shape, its barriers, scales as numbers, the store.
+"""What the Hopper kernels of both directions share: a block's shape, its barriers and operands, scales as numbers,
+the store.
 
 A block is one producer warp, which keeps the copy engine fed, and eight consumer warps with BLOCK weight rows and all
 tokens of the tile: wide in weights, which are a quarter of the bytes. Consumers decode the weights of step i + 1 while
@@ -11,6 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK = gl.constexpr(256)  # weight rows
 STEP = gl.constexpr(64)  # of the reduction
@@ -63,6 +65,19 @@ def store_rows(tile, out, row, end, first, width, WARPS: gl.constexpr = 8):
     m = row + gl.arange(0, BM, gl.SliceLayout(1, OUT))
     n = first + gl.arange(0, N, gl.SliceLayout(0, OUT))
     gl.store(out + m[:, None].to(gl.int64) * width + n[None, :], tile, mask=(m < end)[:, None])
+
+
+def low_rank_operands(low, rows: TensorDescriptor, matrix_box: list[int]) -> list[TensorDescriptor]:
+    """Descriptors of a `LowRank`'s rows, in boxes as those of `rows`, and of its first and last matrix; `rows` stands
+    in where there is none, and is not read."""
+    if low is None:
+        return [rows] * 3
+    layout = shared_layout(matrix_box, gl.bfloat16)
+    matrices = [own.view(-1, own.shape[-1]) for own in (low.matrices[0], low.matrices[-1])]
+    return [
+        TensorDescriptor.from_tensor(low.rows, rows.block_shape, rows.layout),
+        *(TensorDescriptor.from_tensor(own, matrix_box, layout) for own in matrices),
+    ]
 
 
 @gluon.jit

@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from orbit_kernels.chained import after_previous, chained
 from orbit_kernels.fragments import E2M1_WORD, INT4_WORD
-from orbit_kernels.hopper import EIGHT, RANK_STEP, barriers, halves, join8, shared_layout, store_rows
+from orbit_kernels.hopper import EIGHT, RANK_STEP, barriers, halves, join8, low_rank_operands, shared_layout, store_rows
 from orbit_kernels.routing import Tiles
 
 COLUMNS = gl.constexpr(256)
@@ -254,16 +254,11 @@ def forward(
     stage = 512 * tiles.size + (128 + 8 * weight.scale.element_size()) * block.rows  # bytes
     rows = TensorDescriptor.from_tensor(x.view(-1, inputs), x_box, shared_layout(x_box, gl.bfloat16))
     resident = min(block.per_multiprocessor, SHARED_MEMORY // (3 * stage))
-    narrow, matrices = rows, [rows, rows]
-    if low is not None:
-        narrow = TensorDescriptor.from_tensor(low.rows, x_box, rows.layout)
-        layout = shared_layout(matrix_box, gl.bfloat16)
-        pair = (low.matrices[0], low.matrices[-1])
-        matrices = [TensorDescriptor.from_tensor(own.view(-1, low.rank), matrix_box, layout) for own in pair]
+    lows = low_rank_operands(low, rows, matrix_box)
     few_kernel[(min(multiprocessors * resident, most * outputs // block.rows),)](
         rows,
         TensorDescriptor.from_tensor(words, word_box, shared_layout(word_box, gl.int32)),
-        weight.scale, narrow, *matrices, out, tiles.expert, tiles.start, tiles.count, offsets, inputs,
+        weight.scale, *lows, out, tiles.expert, tiles.start, tiles.count, offsets, inputs,
         outputs // weight.parts, x_part_rows, slots,
         PARTS=weight.parts, BM=tiles.size, FMT=weight.fmt,
         STAGES=min(block.stages, SHARED_MEMORY // resident // stage),

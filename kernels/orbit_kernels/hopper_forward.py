@@ -28,6 +28,7 @@ from orbit_kernels.hopper import (
     halves,
     join8,
     load_scales,
+    low_rank_operands,
     scale_start,
     shared_layout,
     store_rows,
@@ -239,17 +240,12 @@ def forward(
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * scale.element_size(), rank=2)
     stages = min(8, (200_000 - 8192) // (tiles.size * 128 + 8192))
     rows = TensorDescriptor.from_tensor(x.view(-1, inputs), x_box, shared_layout(x_box, gl.bfloat16))
-    narrow, matrices = rows, [rows, rows]
-    if low is not None:
-        narrow = TensorDescriptor.from_tensor(low.rows, x_box, rows.layout)
-        layout = shared_layout(matrix_box, gl.bfloat16)
-        pair = (low.matrices[0], low.matrices[-1])
-        matrices = [TensorDescriptor.from_tensor(own.view(-1, low.rank), matrix_box, layout) for own in pair]
+    lows = low_rank_operands(low, rows, matrix_box)
     forward_kernel[(grid,)](
         rows,
         TensorDescriptor.from_tensor(words, word_box, shared_layout(word_box, gl.int32)),
         TensorDescriptor.from_tensor(scale, scale_box, flat),
-        narrow, *matrices, out, tiles.expert, tiles.start, tiles.count, offsets, inputs, outputs // weight.parts,
+        *lows, out, tiles.expert, tiles.start, tiles.count, offsets, inputs, outputs // weight.parts,
         x_part_rows, slots,
         PARTS=weight.parts, BM=tiles.size, FMT=weight.fmt, STAGES=stages, S_STAGES=2,
         RANK=0 if low is None else low.rank, num_warps=8,

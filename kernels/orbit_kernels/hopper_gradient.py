@@ -30,6 +30,7 @@ from orbit_kernels.hopper import (
     barriers,
     join8,
     load_scales,
+    low_rank_operands,
     scale_start,
     shared_layout,
     store_rows,
@@ -221,17 +222,12 @@ def gradient(
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * scale.element_size(), rank=2)
     stages = min(8, (200_000 - 512 * tiles.size) // (tiles.size * 128 + 8192 + 1024))
     rows = TensorDescriptor.from_tensor(dy.view(-1, outputs), dy_box, shared_layout(dy_box, gl.bfloat16))
-    narrow, matrices = rows, [rows, rows]
-    if low is not None:
-        narrow = TensorDescriptor.from_tensor(low.rows, dy_box, rows.layout)
-        layout = shared_layout(matrix_box, gl.bfloat16)
-        pair = (low.matrices[0], low.matrices[-1])
-        matrices = [TensorDescriptor.from_tensor(own.view(-1, inputs), matrix_box, layout) for own in pair]
+    lows = low_rank_operands(low, rows, matrix_box)
     gradient_kernel[(grid,)](
         rows,
         TensorDescriptor.from_tensor(units, unit_box, shared_layout(unit_box, gl.int16)),
         TensorDescriptor.from_tensor(scale, scale_box, flat),
-        narrow, *matrices, out, tiles.expert, tiles.start, tiles.count, offsets, inputs, outputs, dy.shape[0],
+        *lows, out, tiles.expert, tiles.start, tiles.count, offsets, inputs, outputs, dy.shape[0],
         0 if low is None else low.rank,
         SPLITS=weight.parts if split else 1, BM=tiles.size, FMT=weight.fmt, STAGES=stages,
         RANKS=0 if low is None else low.rows.shape[1], num_warps=8,

@@ -5,13 +5,10 @@ The limit of the process on the size of a file stands in for a full disk: both a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,16 +25,6 @@ from orbit_cli.telemetry.run_folder import RunFolder, RunState
 from orbit_cli.trainer.checkpoint import TrainState, list_checkpoints, save_checkpoint
 
 LIMIT = "may not grow that large"
-
-
-@contextlib.contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def orbit(*arguments: str, stdout: object) -> subprocess.CompletedProcess[str]:
@@ -62,7 +49,7 @@ def test_a_reader_that_stops_is_no_error() -> None:
     assert done.stderr == ""
 
 
-def test_a_row_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_a_row_is_whole_or_not_there(tmp_path: Path, largest_file) -> None:
     metrics = tmp_path / "metrics.jsonl"
     with MetricsWriter(metrics) as writer:
         writer.write("train", 1, {"reward_mean": 0.5})
@@ -73,7 +60,7 @@ def test_a_row_is_whole_or_not_there(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(metrics)] == [1, 2]
 
 
-def test_a_file_appears_with_its_first_piece(tmp_path: Path) -> None:
+def test_a_file_appears_with_its_first_piece(tmp_path: Path, largest_file) -> None:
     with AppendedFile(tmp_path / "rows") as rows:
         with largest_file(3), pytest.raises(StorageError):
             rows.append("long\n")
@@ -83,14 +70,14 @@ def test_a_file_appears_with_its_first_piece(tmp_path: Path) -> None:
     assert (tmp_path / "rows").read_text() == "one\ntwo\n"
 
 
-def test_a_file_that_is_replaced(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced(tmp_path: Path, largest_file) -> None:
     write_atomic(tmp_path / "file", "old")
     with largest_file(10), pytest.raises(StorageError, match=LIMIT):
         write_atomic(tmp_path / "file", "x" * 100)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_a_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint(tmp_path: Path, largest_file) -> None:
     bank = {"w": torch.ones(10_000)}
     save_checkpoint(tmp_path, TrainState(step=1), bank, {}, keep=1)
     with largest_file(4096), pytest.raises(StorageError, match=f"step_000002.*{LIMIT}"):
@@ -98,7 +85,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"] == [p.name for p in list_checkpoints(tmp_path)]
 
 
-def test_a_conversion(tmp_path: Path) -> None:
+def test_a_conversion(tmp_path: Path, largest_file) -> None:
     with largest_file(1 << 20), pytest.raises(StorageError, match=LIMIT):
         quantize_checkpoint(shipped_smollm2(), tmp_path / "out", QuantizationConfig())
     assert list(tmp_path.iterdir()) == []
@@ -129,7 +116,7 @@ def test_a_run_that_recorded_nothing_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_run_begins_where_its_config_cannot_be_written(tmp_path: Path) -> None:
+def test_no_run_begins_where_its_config_cannot_be_written(tmp_path: Path, largest_file) -> None:
     with largest_file(100), pytest.raises(ConfigError, match=r"run\.root=.* cannot hold run folders"):
         run_of(tmp_path)
     assert list(tmp_path.iterdir()) == []

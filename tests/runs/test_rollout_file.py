@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -129,32 +126,21 @@ def test_nothing_to_do_starts_no_engine(tmp_path: Path) -> None:
         collect(config)
 
 
-@contextlib.contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """A limit that stands in for a full disk: the same system calls fail."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_no_file_is_begun_on_a_full_disk(tmp_path: Path) -> None:
+def test_no_file_is_begun_on_a_full_disk(tmp_path: Path, largest_file) -> None:
     file = opened(tmp_path / "new.jsonl")
     with largest_file(4000), pytest.raises(StorageError, match=r"new\.jsonl cannot be written"):
         file.append(rows(PROMPTS[0]) * 500)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_on_a_full_disk_are_whole_or_not_there(path: Path) -> None:
+def test_rows_on_a_full_disk_are_whole_or_not_there(path: Path, largest_file) -> None:
     before = path.read_text()
     with largest_file(max(4000, len(before) + 100)), pytest.raises(StorageError):
         opened(path).append(rows(PROMPTS[2]) * 500)
     assert path.read_text() == before
 
 
-def test_nothing_is_left_of_a_parquet_file_on_a_full_disk(path: Path) -> None:
+def test_nothing_is_left_of_a_parquet_file_on_a_full_disk(path: Path, largest_file) -> None:
     target = path.with_suffix(".parquet")
     before = sorted(path.parent.iterdir())
     with largest_file(50), pytest.raises(StorageError, match=r"\.parquet cannot be written"):

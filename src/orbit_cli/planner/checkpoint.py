@@ -5,7 +5,6 @@ Where both are there they must agree: a folder that is another model is told by 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from orbit_cli.config.locate import conf_dir, group_options
 from orbit_cli.config.schema.base import ModelConfig, ModelSource
 from orbit_cli.errors import CheckpointError, ConfigError
 from orbit_cli.planner.facts import Facts
-from orbit_cli.quantization.folder import INDEX_NAME, CheckpointFolder, check_tokenizer
+from orbit_cli.quantization.folder import INDEX_NAME, CheckpointFolder, check_tokenizer, read_mapping
 
 # Not compared: these say how files are written or read, and revisions of one model differ in them.
 _LOOSE = ("ignore", "transformers_version", "torch_dtype", "dtype")
@@ -88,16 +87,11 @@ def read_config(model: ModelConfig) -> dict[str, Any]:
     """config.json of the checkpoint folder. Raises CheckpointError if it is not there or is none."""
     folder = Path(str(model.path)).expanduser()
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return read_mapping(folder / "config.json")
     except OSError as error:
         what = "has no config.json" if os.path.isdir(folder) else "is no folder"
         where = f"of {model.repository}" if model.repository else "in the Hugging Face format"
         raise CheckpointError(f"model.path={model.path} {what}; set it to a checkpoint folder {where}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} is not valid JSON ({error}); copy the file again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{folder / 'config.json'} holds no mapping; copy the file again")
-    return found
 
 
 def check_same(model: ModelConfig, found: Mapping[str, Any]) -> None:

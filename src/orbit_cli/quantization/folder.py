@@ -49,11 +49,16 @@ def check_tokenizer(folder: Path | str, config_field: str) -> None:
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{config_field}={folder} is no folder; set it to a folder with tokenizer files")
-    if not any((folder / name).is_file() for name in TOKENIZERS):
+    if not has_tokenizer(folder):
         raise CheckpointError(
             f"{config_field}={folder} has no tokenizer file ({', '.join(TOKENIZERS)}); copy them there, or set "
             "model.tokenizer to a folder that has them"
         )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds the vocabulary of a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZERS) or any(folder.glob("*.tiktoken"))
 
 
 def shard_names(path: Path) -> list[str]:
@@ -82,11 +87,17 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder; set the path to a Hugging Face checkpoint folder")
     try:
-        found = json.loads(path.read_text())
+        return read_mapping(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {path.name}; it is no complete Hugging Face checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); copy the file again") from error
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file. Raises CheckpointError if it holds none, OSError if it cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); copy the file again") from error
     if not isinstance(found, dict):

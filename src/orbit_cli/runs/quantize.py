@@ -10,8 +10,7 @@ from orbit_cli.errors import CheckpointError, StorageError
 from orbit_cli.models.check import check_known
 from orbit_cli.quantization.checkpoint import CheckpointReader
 from orbit_cli.quantization.convert import Progress, QuantizationReport, Reader, quantize_checkpoint
-
-_TOKENIZERS = ("tokenizer*", "*.tiktoken", "tiktoken.model", "spiece.model", "vocab.*")
+from orbit_cli.quantization.folder import has_tokenizer
 
 
 def quantize(
@@ -28,7 +27,7 @@ def _check(reader: Reader) -> None:
     if not isinstance(reader, CheckpointReader):
         return  # a GGUF file: its reader makes config and tokenizer from what it has checked
     check_known(reader)
-    if not any(path.is_file() for pattern in _TOKENIZERS for path in reader.path.glob(pattern)):
+    if not has_tokenizer(reader.path):
         raise CheckpointError(
             f"{reader.path} has no tokenizer, so nothing made of it could be served; copy the model's tokenizer files "
             "into it (tokenizer.json, tokenizer_config.json and what else it was published with)"
