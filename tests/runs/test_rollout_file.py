@@ -94,6 +94,21 @@ def test_rows_without_their_record(path: Path) -> None:
         opened(path, "seed=7").complete(PROMPTS)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"made": 3}'])
+def test_a_damaged_record_is_said_to_be_damaged(text: str, path: Path) -> None:
+    opened(path).record.write_text(text)
+    assert opened(path).complete(PROMPTS) == {"sum/0", "sum/1"}
+    with pytest.raises(ConfigError, match=r"another run, and w\.jsonl\.meta\.json beside it, .* is damaged; set run"):
+        opened(path, "seed=7").complete(PROMPTS)
+
+
+def test_a_record_of_other_rows(path: Path) -> None:
+    record = opened(path).record
+    record.write_text(record.read_text().replace('"digest": "', '"digest": "0'))
+    with pytest.raises(ConfigError, match=r"w\.jsonl\.meta\.json beside it is of yet another"):
+        opened(path, "seed=7").complete(PROMPTS)
+
+
 @pytest.mark.parametrize("line", ['{"prompt_id": "sum/0"}', '{"question": 3}', "[1]", "no JSON"])
 def test_lines_that_are_not_ours_are_left_alone(line: str, path: Path) -> None:
     path.write_text(line + "\n" + path.read_text())

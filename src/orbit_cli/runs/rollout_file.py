@@ -124,19 +124,24 @@ class RolloutFile:
         """What the file has that this command would not have written."""
         if made_by is None:
             return f"has a line {number} that does not say what made it, so nothing can be added to it"
+        another = "holds samples of another run"
         try:
-            found = read_json(self.record) or {}
+            found = read_json(self.record)
         except UserError:  # the rows themselves have said that they are of another making
             found = {}
+        if found is None:
+            return f"{another}, and there is no {self.record.name} that says of which"
         before = found.get("made")
-        if found.get("digest") != made_by or not isinstance(before, dict):
-            return f"holds samples of another run, and there is no {self.record.name} that says of which"
+        if not isinstance(before, dict):
+            return f"{another}, and {self.record.name} beside it, which would say of which, is damaged"
+        if found.get("digest") != made_by:
+            return f"{another}, and {self.record.name} beside it is of yet another"
         other = [key for key in {**before, **self.made} if before.get(key) != self.made.get(key)]
         told = ", ".join(
             f"{key} was {_shown(before.get(key))} and is now {_shown(self.made.get(key))}" for key in other[:SHOWN]
         )
         more = f" and {len(other) - SHOWN} more differ" if len(other) > SHOWN else ""
-        return f"holds samples of another run ({told}{more})"
+        return f"{another} ({told}{more})"
 
 
 def _shown(value: Any) -> str:
