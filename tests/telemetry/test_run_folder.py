@@ -136,6 +136,22 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_the_same_config(tmp_path
     assert fresh.path not in [folder.path for folder in folders]
 
 
+def test_resume_auto_keeps_to_a_name_that_is_given(tmp_path: Path) -> None:
+    """`mine` is the older one; a number that its folder got does not make it another run."""
+    mine, other = (RunFolder.create(config(tmp_path, "trainer.steps=4", f"run.name={n}")) for n in ("mine", "other"))
+    auto = config(tmp_path, "trainer.steps=9", "run.resume=auto", "run.name=mine")
+    for folder in (mine, other):
+        folder.set_status(RunState.finished)
+    told = resume_note(auto, RunFolder.resume(auto))
+    assert told and f"run.resume={mine.path} trainer.steps=9" in told and "of this config and run.name=mine" in told
+    second = RunFolder(tmp_path / "mine-2")  # which auto made
+    newer = RunFolder.create(config(tmp_path, "trainer.steps=9", "run.name=other"))
+    for folder in (second, newer):
+        folder.set_status(RunState.interrupted)
+    assert RunFolder.resume(auto) == second
+    assert find_resumable(config(tmp_path, "trainer.steps=9")) == newer
+
+
 def test_resume_by_path_refuses_another_model(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path, "run.name=a"))
     folder.set_status(RunState.interrupted)

@@ -82,7 +82,8 @@ def resume_note(config: OrbitConfig, folder: RunFolder) -> str | None:
         )
     if config.run.resume != "auto":
         return None
-    new = f"run.resume=auto: no unfinished run of this config below {config.run.root}; this is a new run"
+    named = f" and run.name={config.run.name}" if config.run.name else ""
+    new = f"run.resume=auto: no unfinished run of this config{named} below {config.run.root}; this is a new run"
     finished = find_finished(config)
     if finished is None:
         return new

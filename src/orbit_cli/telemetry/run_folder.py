@@ -291,7 +291,8 @@ class RunFolder:
 
 
 def find_resumable(config: OrbitConfig) -> RunFolder | None:
-    """For run.resume=auto: the newest unfinished run below run.root with the same config (the run section apart).
+    """For run.resume=auto: the newest unfinished run below run.root with the same config (the run section apart),
+    of run.name where that is set.
 
     A run whose process is still alive is not taken.
     """
@@ -299,12 +300,12 @@ def find_resumable(config: OrbitConfig) -> RunFolder | None:
 
 
 def find_finished(config: OrbitConfig) -> RunFolder | None:
-    """The newest finished run below run.root that had the same config but fewer steps: one that could be extended."""
+    """The newest finished run that `find_resumable` would take but for its fewer steps: one that could be extended."""
     return _newest(config, lambda status: status.state is RunState.finished, fewer_steps=True)
 
 
 def _newest(config: OrbitConfig, fits: Callable[[RunStatus], bool], *, fewer_steps: bool = False) -> RunFolder | None:
-    """The newest run below run.root of the same config (the run section apart) whose status `fits`."""
+    """The newest run below run.root of the same config and, where it is set, run.name whose status `fits`."""
     wanted = _comparable(config)
     steps = wanted["trainer"]["steps"]
     found = []
@@ -314,8 +315,11 @@ def _newest(config: OrbitConfig, fits: Callable[[RunStatus], bool], *, fewer_ste
             status = folder.status()
             if status is None or not fits(status):
                 continue
-            plain = _comparable(folder.load_config())
+            own = folder.load_config()
+            plain = _comparable(own)
         except UserError:  # a damaged run, or one of an older schema, cannot be gone on with unseen
+            continue
+        if config.run.name not in (None, own.run.name, folder.path.name):
             continue
         if fewer_steps and plain["trainer"]["steps"] < steps:
             plain["trainer"]["steps"] = steps

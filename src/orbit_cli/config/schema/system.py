@@ -22,7 +22,8 @@ class RunConfig:
     name: str | None = None
     """Name of the run; null makes one from model, adapter, environment and time. The folder is always new."""
     resume: str | None = None
-    """Run folder to go on with, or auto: the newest unfinished run below run.root with the same config."""
+    """Run folder to go on with, or auto: the newest unfinished run below run.root with the same config and, where it is
+    set, run.name; a new run if there is none."""
     adapter: str | None = None
     """rollout, eval: adapter to load: a PEFT folder, or a run folder. Of a run the newest version is taken, exported or
     in a checkpoint, and model, quantization, environment, evaluation, lengths and hardware are those of its config.yaml
