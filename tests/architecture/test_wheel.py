@@ -46,7 +46,7 @@ def test_the_wheel_is_whole(installed: Path) -> None:
     assert (installed / "orbit_kernels" / "__init__.py").is_file()
     assert (installed / "orbit_cli" / "telemetry" / "report.css").is_file()
     points = next(installed.glob("*.dist-info/entry_points.txt")).read_text()
-    assert "orbit = orbit_cli.cli:main" in points
+    assert "orbit = orbit_cli.__main__:main" in points
     assert "[sglang.srt.plugins]" in points
 
 
