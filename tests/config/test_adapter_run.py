@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,45 @@ def test_a_peft_folder_names_no_config(run: Path) -> None:
     (run / "adapter_config.json").write_text("{}")
     config, note = served(run)
     assert config.model == compose([]).model and note == ""
+
+
+def test_an_adapters_folder_leads_to_its_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = run / "adapters" / "000003"
+    version.mkdir(parents=True)
+    (version / "adapter_config.json").write_text("{}")
+    whole, _ = served(run)
+    config, note = served(version)
+    assert replace(config, run=whole.run) == whole and config.run.adapter == str(version)
+    assert note.startswith(f"run.adapter={version}: model, ") and "are those of its run's config.yaml" in note
+    monkeypatch.chdir(run / "adapters")
+    assert served(Path("000003"))[0].model == whole.model
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            "run-ten",
+            "run-ten does not exist; set it to the folder of a run or of a PEFT adapter; did you mean run-one\\?",
+        ),
+        ("some/where/else", "some/where/else does not exist; set it to the folder of a run or of a PEFT adapter"),
+        ("run-one/config.yaml", "config.yaml is no folder; set it to .*"),
+        ("empty", "empty is neither a PEFT folder .* nor a run folder .*; set it to .*"),
+    ],
+)
+def test_a_folder_that_cannot_be_an_adapters_is_said_first(given: str, sentence: str, tmp_path: Path) -> None:
+    """The rest is wrong too, but only beside the config of another run: two samples have no pass@4."""
+    (tmp_path / "run-one").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run-one" / "config.yaml").write_text(to_yaml(compose(OWN)))
+    with pytest.raises(ConfigError, match=f"^run.adapter={tmp_path}/.*{sentence}$"):
+        served(tmp_path / given, "evaluation.samples=2")
+
+
+@pytest.mark.parametrize("given", ["", "' '"])
+def test_an_empty_shell_variable_is_not_the_base_alone(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run.adapter= * names no folder, .*, or leave it out for the base alone$"):
+        compose_served([f"run.adapter={given}"])
 
 
 def test_a_damaged_config_is_named(run: Path) -> None:

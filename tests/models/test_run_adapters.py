@@ -41,5 +41,8 @@ def test_the_newest_version_is_served(kind, tmp_path):
     export_peft(model.bank, folder.adapter(4), base_model="base")
     found = resolve_adapter(config)
     assert str(folder.adapter(4)) in found.origin and found.version.checksum == trained
+    older = resolve_adapter(compose([f"run.adapter={folder.adapter(0)}"]))
+    assert (older.name, older.version.number) == (f"{folder.path.name}/000000", 0)
+    assert older.version.checksum == untrained.version.checksum
     shutil.rmtree(folder.checkpoints)
     assert resolve_adapter(config).version.checksum == trained

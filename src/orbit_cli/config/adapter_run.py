@@ -2,8 +2,8 @@
 
 An adapter means something only on the base it was trained on, so what the run was trained on and how comes from its
 own config.yaml. Lowest first: conf/, the run's sections, what the command line sets. A group on the command line takes
-the place of the run's sections that it stands for, and a recipe of all of them. A PEFT folder names no config, and
-nothing is taken from it.
+the place of the run's sections that it stands for, and a recipe of all of them. An adapter's folder below a run's
+adapters/ leads to its run; a PEFT folder elsewhere names no config, and nothing is taken from it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from orbit_cli.config.checks import suggestion
 from orbit_cli.config.compose import Composition, Layer, compose_layers, flatten
 from orbit_cli.config.locate import GROUPS
 from orbit_cli.config.overrides import COMMAND_LINE
@@ -37,25 +38,27 @@ class Served:
     """A composition under which an adapter is served, and the run it was taken from (None: from none)."""
 
     composition: Composition
+    given: Path | None = None  # run.adapter
     run: Path | None = None
     trained: dict[str, Any] | None = None  # the run's own config
 
     def note(self, config: OrbitConfig) -> str | None:
         """One line on what comes from the run and where its base is not the one that is served; None without a run."""
-        if self.run is None or self.trained is None:
+        if self.given is None or self.run is None or self.trained is None:
             return None
+        whose = "its" if self.given == self.run else "its run's"
         taken = [name for name in TAKEN if any(path.startswith(f"{name}.") for path in self._layer)]
         taken += ["rollout lengths"] if any(path.startswith("rollout.") for path in self._layer) else []
         said = (
-            f"{', '.join(taken)} are those of its config.yaml"
+            f"{', '.join(taken)} are those of {whose} config.yaml"
             if taken
-            else "the recipe says it all, not its config.yaml"
+            else f"the recipe says it all, not {whose} config.yaml"
         )
         before, now = (flatten({name: plain[name] for name in BASE}, "") for plain in (self.trained, to_plain(config)))
         other = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ELSEWHERE]
         if other:
             said += f"; it was trained with {other[0]}={before.get(other[0])} and is served with {now.get(other[0])}"
-        return f"run.adapter={self.run}: {said}"
+        return f"run.adapter={self.given}: {said}"
 
     def check(self, config: OrbitConfig) -> None:
         """Refuse to hold out rows of a file that the run was trained on. Raises ConfigError."""
@@ -85,18 +88,17 @@ def compose_served(overrides: list[str]) -> Served:
     """As `compose_layers`, with the run of run.adapter as a layer below the command line. Raises ConfigError."""
     composition = compose_layers(overrides)
     given = OmegaConf.select(composition.raw, "run.adapter")
-    run = Path(given).expanduser() if given else None
-    if run is None or (run / "adapter_config.json").exists() or not (run / "config.yaml").is_file():
-        if run is not None and (run / "status.json").is_file():
-            raise ConfigError(
-                f"run.adapter={given} is a run's folder without its config.yaml, which says what it was trained on; "
-                "copy that file back, or set run.adapter to a folder below its adapters/"
-            )
+    if given is None:
         return Served(composition=composition)
+    folder = Path(given).expanduser()
+    _check_folder(given, folder)
+    run = run_of(folder)
+    if run is None:
+        return Served(composition=composition, given=folder)
     trained = to_plain(read_yaml(run / "config.yaml"))
     keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
     if keys & {"recipe", "recipes"}:
-        return Served(composition=composition, run=run, trained=trained)
+        return Served(composition=composition, given=folder, run=run, trained=trained)
     replaced = {section for key in keys & set(GROUPS) for section in STANDS_FOR.get(key, (key,))}
     sections = {name: trained[name] for name in TAKEN if name not in replaced}
     lengths = {name: trained["rollout"][name] for name in LENGTHS if "rollout" not in replaced}
@@ -111,7 +113,44 @@ def compose_served(overrides: list[str]) -> Served:
     values = flatten(sections, "") | {f"rollout.{name}": value for name, value in lengths.items()}
     layers = [*files, Layer(source=_source(run), values=values), last]
     raw = OmegaConf.merge(OmegaConf.structured(OrbitConfig), merged)
-    return Served(composition=Composition(raw=raw, layers=layers), run=run, trained=trained)
+    return Served(composition=Composition(raw=raw, layers=layers), given=folder, run=run, trained=trained)
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run whose config.yaml says what the adapter in `folder` was trained on; None if there is none.
+
+    `folder` is a run's, or that of an adapter, which belongs to the run below whose adapters/ it lies.
+    """
+    if not (folder / "adapter_config.json").exists():
+        return folder if (folder / "config.yaml").is_file() else None
+    within = folder.resolve().parent
+    return within.parent if within.name == "adapters" and (within.parent / "config.yaml").is_file() else None
+
+
+def _check_folder(given: str, folder: Path) -> None:
+    """Refuse a run.adapter that cannot be one, before what the config says without it. Raises ConfigError."""
+    remedy = "set it to the folder of a run or of a PEFT adapter"
+    if not given.strip():
+        raise ConfigError(
+            f"run.adapter={given} names no folder, as an empty shell variable does; {remedy}, or leave it out for the "
+            "base alone"
+        )
+    if not folder.is_dir():
+        siblings = [path.name for path in folder.parent.glob("*") if path.is_dir()]
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"run.adapter={given} {what}; {remedy}{suggestion(folder.name, siblings)}")
+    if any((folder / name).is_file() for name in ("adapter_config.json", "config.yaml")):
+        return
+    if (folder / "status.json").is_file():
+        raise ConfigError(
+            f"run.adapter={given} is a run's folder without its config.yaml, which says what it was trained on; "
+            "copy that file back, or set run.adapter to a folder below its adapters/"
+        )
+    if not any(folder.glob("adapters/*/adapter_config.json")):
+        raise ConfigError(
+            f"run.adapter={given} is neither a PEFT folder (no adapter_config.json) nor a run folder (no config.yaml); "
+            f"{remedy}"
+        )
 
 
 def _source(run: Path | None) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from orbit_cli.adapters.peft_version import load_peft_version, version_of_masters
 from orbit_cli.adapters.spec import spec_from_config
+from orbit_cli.config.adapter_run import run_of
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.engine.protocol import RolloutEngine
 from orbit_cli.errors import CheckpointError, ParityError
@@ -64,7 +65,10 @@ def resolve_adapter(config: OrbitConfig) -> ServedAdapter | None:
         return None
     path = Path(config.run.adapter).expanduser()
     if (path / "adapter_config.json").exists():
-        return _exported(path, path.resolve().name, 1, f"the adapter in {path}")
+        name, run = path.resolve().name, run_of(path)
+        if run is not None and name.isdecimal():
+            return _exported(path, f"{run.name}/{name}", int(name), f"adapter version {int(name)}, from {path}")
+        return _exported(path, name, 1, f"the adapter in {path}")
     run = RunFolder(path)
     exported, checkpoint = run.latest_adapter(), run.latest_checkpoint()
     number = int(exported.name) if exported is not None else -1

@@ -25,9 +25,9 @@ class RunConfig:
     """Run folder to go on with, or auto: the newest unfinished run below run.root with the same config and, where it is
     set, run.name; a new run if there is none."""
     adapter: str | None = None
-    """rollout, eval: adapter to load: a PEFT folder, or a run folder. Of a run the newest version is taken, exported or
-    in a checkpoint, and model, quantization, environment, evaluation, lengths and hardware are those of its config.yaml
-    under what the command line sets."""
+    """rollout, eval: adapter to load: a PEFT folder, or a run folder, of which the newest version is taken, exported or
+    in a checkpoint. Of a run or one of the folders below its adapters/, model, quantization, environment, evaluation,
+    lengths and hardware are those of the run's config.yaml under what the command line sets."""
     output: str | None = None
     """rollout: the JSONL or Parquet file to write; null: inside the run folder. A file that was broken off is gone on
     with, if what made its rows (FILE.jsonl.meta.json says it) is what would make them now."""
