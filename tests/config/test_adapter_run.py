@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,28 @@ def test_the_command_line_goes_before_it(run: Path) -> None:
     config, note = served(run, "recipe=smoke_dense_oft")
     assert config.model == compose(["recipe=smoke_dense_oft"]).model
     assert "the recipe says it all" in note and "trained with model.name=tiny_mla_moe" in note
+
+
+def test_what_would_change_the_adapter_is_refused(run: Path, tmp_path: Path) -> None:
+    """What it has already may be said again."""
+    own = compose(OWN).adapter
+    for said in (f"adapter={own.kind}", f"adapter.block_size={own.block_size}", f"adapter.targets={own.targets}"):
+        assert served(run, said.replace("'", ""))[0].adapter == own
+    for said in (f"adapter.block_size={own.block_size * 2}", "adapter=lora", "adapter.kind=lora", "adapter.layers=[0]"):
+        for more in ([], ["recipe=smoke_dense_oft"], ["model=tiny_moe"]):
+            with pytest.raises(
+                ConfigError, match=f"^{re.escape(said)} would do nothing beside .*; leave .* out, or set"
+            ):
+                served(run, said, *more)
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}')
+    assert served(folder, "adapter=lora", "adapter.rank=8", "adapter.alpha=16")[0].adapter.rank == 8
+    for said, has in (("adapter=oft", "kind=lora"), ("adapter.rank=16", "rank=8"), ("adapter.layers=[1]", "files say")):
+        with pytest.raises(
+            ConfigError, match=f"^{re.escape(said)} would do nothing beside run.adapter={folder}: .*{has}"
+        ):
+            served(folder, said)
 
 
 def test_values_that_only_fit_the_run(run: Path) -> None:

@@ -8,6 +8,7 @@ adapters/ leads to its run; a PEFT folder elsewhere names no config, and nothing
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ STANDS_FOR = {  # group -> sections of the run that it takes the place of
     "experiment": ("evaluation", "rollout"),
 }
 BASE = ("model", "quantization")
+PEFT_KEYS = {  # of an adapter_config.json
+    "block_size": "oft_block_size",
+    "neumann_terms": "num_cayley_neumann_terms",
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "use_rslora": "use_rslora",
+}
 ELSEWHERE = ("model.path", "model.repository", "quantization.cache_dir")  # where a base lies does not make it another
 
 
@@ -93,13 +101,15 @@ def compose_served(overrides: list[str]) -> Served:
     folder = Path(given).expanduser()
     _check_folder(given, folder)
     run = run_of(folder)
+    keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
     if run is None:
+        _check_adapter(composition, keys, given, _described(folder))
         return Served(composition=composition, given=folder)
     trained = to_plain(read_yaml(run / "config.yaml"))
-    keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
+    _check_adapter(composition, keys, given, trained["adapter"])
     if keys & {"recipe", "recipes"}:
         return Served(composition=composition, given=folder, run=run, trained=trained)
-    replaced = {section for key in keys & set(GROUPS) for section in STANDS_FOR.get(key, (key,))}
+    replaced = {section for key in keys & set(GROUPS) - {"adapter"} for section in STANDS_FOR.get(key, (key,))}
     sections = {name: trained[name] for name in TAKEN if name not in replaced}
     lengths = {name: trained["rollout"][name] for name in LENGTHS if "rollout" not in replaced}
     plain = OmegaConf.to_container(composition.raw, resolve=True, enum_to_str=True)
@@ -150,6 +160,34 @@ def _check_folder(given: str, folder: Path) -> None:
         raise ConfigError(
             f"run.adapter={given} is neither a PEFT folder (no adapter_config.json) nor a run folder (no config.yaml); "
             f"{remedy}"
+        )
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """What a PEFT folder says of itself, by our keys; nothing where it is damaged, which loading it tells."""
+    try:
+        about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        about = None
+    if not isinstance(about, dict):
+        return {}
+    found = {key: about[name] for key, name in PEFT_KEYS.items() if name in about}
+    return found | {"kind": str(about.get("peft_type")).lower()}
+
+
+def _check_adapter(composition: Composition, keys: set[str], given: str, has: dict[str, Any]) -> None:
+    """Refuse adapter settings on the command line that are not those which the adapter `has`. Raises ConfigError."""
+    asked = [path.partition(".")[2] for path in composition.layers[-1].values if path.startswith("adapter.")]
+    section = OmegaConf.to_container(composition.raw.adapter, resolve=True, enum_to_str=True)
+    assert isinstance(section, dict)
+    for key in ["kind"] * ("adapter" in keys) + asked:
+        if key in has and has[key] == section[key]:
+            continue
+        made = f"was made with {key}={has[key]}" if key in has else "is what its files say"
+        what = f"adapter={section[key]}" if key not in asked else f"adapter.{key}={section[key]}"
+        raise ConfigError(
+            f"{what} would do nothing beside run.adapter={given}: that adapter {made} and is served as it is; leave "
+            f"{what} out, or set run.adapter to another"
         )
 
 
