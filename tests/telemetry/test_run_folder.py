@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from orbit_cli.config.adapter_run import run_of
 from orbit_cli.config.compose import compose
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.errors import ConfigError, UserError
 from orbit_cli.runs.train import resume_note
+from orbit_cli.telemetry.recorder import Recorder
 from orbit_cli.telemetry.run_folder import RunFolder, RunState, find_resumable
 
 CREATE = """
@@ -199,6 +201,30 @@ def test_resuming_says_what_it_starts_from(tmp_path: Path) -> None:
     folder.metrics.write_text('{"kind": "train", "step": 4}\n')
     told = resume_note(auto, folder)
     assert told and "starts again at step 1, and the rows of the 4 steps on record are dropped" in told
+
+
+def test_a_run_that_goes_back_keeps_no_newer_adapter_as_its_own(tmp_path: Path) -> None:
+    """Without checkpoints it starts again: what its first life exported is not what it ends with."""
+    folder = RunFolder.create(config(tmp_path, "logging.console=plain"))
+
+    def export(version: int, text: str) -> None:
+        folder.adapter(version).mkdir(exist_ok=True)
+        (folder.adapter(version) / "adapter_config.json").write_text(text)
+
+    for version in (0, 2, 4):
+        export(version, "first life")
+    for text in ("second life", "third life"):
+        with Recorder(folder, folder.load_config()) as recorder:
+            recorder.open(0)
+        assert folder.latest_adapter() == folder.adapter(0)
+        assert sorted(path.name for path in folder.replaced_adapters.iterdir()) == ["000002", "000004"]
+        assert run_of(folder.replaced_adapters / "000004") == folder.path
+        export(2, text)
+    with Recorder(folder, folder.load_config()) as recorder:
+        recorder.open(2)  # a checkpoint of step 2
+    assert folder.latest_adapter() == folder.adapter(2)
+    kept = [folder.replaced_adapters / name / "adapter_config.json" for name in ("000002", "000004")]
+    assert [path.read_text() for path in kept] == ["second life", "first life"]
 
 
 def test_a_run_that_is_alive_cannot_be_resumed(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from orbit_cli.config.serialize import read_yaml, to_plain
 from orbit_cli.errors import ConfigError
 
 TAKEN = ("model", "quantization", "adapter", "environment", "evaluation", "engine", "hardware")
+ADAPTERS = ("adapters", "replaced_adapters")  # folders of a run
 LENGTHS = ("max_new_tokens", "max_prompt_tokens")  # of rollout
 STANDS_FOR = {  # group -> sections of the run that it takes the place of
     "model": ("model", "quantization", "adapter", "engine"),  # a model chooses its format, targets and engine arguments
@@ -129,12 +130,12 @@ def compose_served(overrides: list[str]) -> Served:
 def run_of(folder: Path) -> Path | None:
     """The run whose config.yaml says what the adapter in `folder` was trained on; None if there is none.
 
-    `folder` is a run's, or that of an adapter, which belongs to the run below whose adapters/ it lies.
+    `folder` is a run's, or that of an adapter, which belongs to the run in whose adapters/ it lies.
     """
     if not (folder / "adapter_config.json").exists():
         return folder if (folder / "config.yaml").is_file() else None
     within = folder.resolve().parent
-    return within.parent if within.name == "adapters" and (within.parent / "config.yaml").is_file() else None
+    return within.parent if within.name in ADAPTERS and (within.parent / "config.yaml").is_file() else None
 
 
 def _check_folder(given: str, folder: Path) -> None:

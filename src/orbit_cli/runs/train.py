@@ -78,7 +78,7 @@ def resume_note(config: OrbitConfig, folder: RunFolder) -> str | None:
     if steps:
         return (
             f"{folder.checkpoints} has no checkpoint to go on from: this starts again at step 1, and the rows of the "
-            f"{steps} steps on record are dropped"
+            f"{steps} steps on record are dropped; their adapters are kept in {folder.replaced_adapters}"
         )
     if config.run.resume != "auto":
         return None

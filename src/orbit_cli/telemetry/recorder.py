@@ -72,7 +72,9 @@ class Recorder:
     # What there is to know before and between steps
 
     def open(self, step: int, wandb_id: str | None = None) -> None:
-        """Training goes on after `step` finished steps (0: from the start): rows of later steps are dropped."""
+        """Training goes on after `step` finished steps (0: from the start): rows of later steps are dropped, and their
+        adapters (step N made version N) set aside, or the newest would be one that this run did not end with."""
+        self.folder.set_aside_adapters(step)
         self._open(step)
         if self._config.logging.wandb is not WandbMode.off:
             self._mirror = WandbMirror(self._config.logging, self.folder, to_plain(self._config), wandb_id)

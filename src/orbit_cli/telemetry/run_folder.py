@@ -7,6 +7,7 @@ engine.log      the engine's own log          wandb_id        id of the W&B run,
 receipts.json   what was printed at the start report.html     the report; summary.json: its figures
 layers.json     time and memory by layer      status.json     running | finished | failed | interrupted, and the
                                                               process id
+replaced_adapters/   what adapters/ had of steps that were done again
 """
 
 from __future__ import annotations
@@ -157,6 +158,10 @@ class RunFolder:
         return self.path / "adapters"
 
     @property
+    def replaced_adapters(self) -> Path:
+        return self.path / "replaced_adapters"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -202,9 +207,20 @@ class RunFolder:
 
     def latest_adapter(self) -> Path | None:
         """Folder of the newest adapter version that is complete (it has its adapter_config.json)."""
+        return max(self._adapters(), key=lambda path: int(path.name), default=None)
+
+    def _adapters(self) -> list[Path]:
         complete = [path.parent for path in self.adapters.glob("*/adapter_config.json")]
-        numbered = [path for path in complete if path.name.isdecimal()]
-        return max(numbered, key=lambda path: int(path.name), default=None)
+        return [path for path in complete if path.name.isdecimal()]
+
+    def set_aside_adapters(self, version: int) -> None:
+        """Training goes on after `version`: what later versions lie in adapters/ are no longer this run's."""
+        for folder in self._adapters():
+            if int(folder.name) > version:
+                aside = self.replaced_adapters / folder.name
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.parent.mkdir(exist_ok=True)
+                folder.rename(aside)
 
     def latest_checkpoint(self) -> Path | None:
         """Folder of the newest complete checkpoint (trainer/checkpoint.py writes them)."""
