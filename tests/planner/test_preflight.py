@@ -57,6 +57,22 @@ def test_what_works_on_a_cpu_is_not_refused(recipe: str) -> None:
     assert plan is not None and plan.certain_bytes < 1e9
 
 
+def test_a_model_that_a_script_makes_is_told_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "python scripts/upcycle_smollm2.py"
+    assert (Path(__file__).parents[2] / script.split()[1]).is_file()
+    monkeypatch.chdir(tmp_path)
+    for said, sentence in (
+        ([], f"models/smollm2-moe is no folder; make it with `{script} models/smollm2-moe`, or set it to"),
+        (["model.path=null"], f"needs model.path; set it to .*, as `{script} FOLDER` makes it$"),
+    ):
+        with pytest.raises((ConfigError, CheckpointError), match=sentence):
+            preflight(compose(["recipe=upcycled_moe_h200", *said]), command="train")
+    with pytest.raises(
+        ConfigError, match=f"nothing to plan with; set model.path to .*, as `{script} FOLDER` makes it$"
+    ):
+        make_plan(compose(["recipe=upcycled_moe_h200", "model.path=null"]))
+
+
 def test_a_small_machine_is_not_refused_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planned on a CPU is a bound; only base and adapter are certain."""
     config = compose(["hardware.memory_mib=2048"])

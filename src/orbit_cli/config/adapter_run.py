@@ -39,7 +39,8 @@ PEFT_KEYS = {  # of an adapter_config.json
     "alpha": "lora_alpha",
     "use_rslora": "use_rslora",
 }
-ELSEWHERE = ("model.path", "model.repository", "quantization.cache_dir")  # where a base lies does not make it another
+# where a base lies or comes from does not make it another
+ELSEWHERE = ("model.path", "model.repository", "model.made_by", "quantization.cache_dir")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,9 +32,15 @@ def facts_of(model: ModelConfig) -> Facts:
     if not model.architecture:
         raise ConfigError(
             f"model={model.name} has neither model.path nor model.architecture, so there is nothing to plan with; set "
-            "model.path to a Hugging Face checkpoint folder"
+            f"model.path to {wanted(model)}"
         )
     return Facts(model.architecture, f"model.architecture of {model.name}")
+
+
+def wanted(model: ModelConfig) -> str:
+    """What model.path is to be set to, with the command that makes one where there is one."""
+    made = f", as `{model.made_by} FOLDER` makes it" if model.made_by else ""
+    return f"a Hugging Face checkpoint folder{made}"
 
 
 def check_files(model: ModelConfig, *, config_suffices: bool = False) -> None:
@@ -91,7 +97,8 @@ def read_config(model: ModelConfig) -> dict[str, Any]:
     except OSError as error:
         what = "has no config.json" if os.path.isdir(folder) else "is no folder"
         where = f"of {model.repository}" if model.repository else "in the Hugging Face format"
-        raise CheckpointError(f"model.path={model.path} {what}; set it to a checkpoint folder {where}") from error
+        make = f"make it with `{model.made_by} {model.path}`, or " if model.made_by else ""
+        raise CheckpointError(f"model.path={model.path} {what}; {make}set it to a checkpoint folder {where}") from error
 
 
 def check_same(model: ModelConfig, found: Mapping[str, Any]) -> None:

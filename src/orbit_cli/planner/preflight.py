@@ -16,7 +16,7 @@ from orbit_cli.config.schema.system import Device
 from orbit_cli.errors import ConfigError
 from orbit_cli.planner.advice import nearest_fit
 from orbit_cli.planner.built import listed, not_built
-from orbit_cli.planner.checkpoint import check_files, facts_of
+from orbit_cli.planner.checkpoint import check_files, facts_of, wanted
 from orbit_cli.planner.families import FAMILIES
 from orbit_cli.planner.gpus import Gpu, usable_gpus
 from orbit_cli.planner.machine import TORCH_MAPS, address_space
@@ -40,7 +40,7 @@ def preflight(config: OrbitConfig, *, command: str, overrides: Sequence[str] | N
         facts_of(model)  # the folder is that model, or this says which field differs
     check_files(model)
     if lacks_files and model.repository is None:
-        raise ConfigError("model.source=checkpoint needs model.path; set it to a Hugging Face checkpoint folder")
+        raise ConfigError(f"model.source=checkpoint needs model.path; set it to {wanted(model)}")
     checked = config.memory.preflight
     if checked:
         require_address_space()

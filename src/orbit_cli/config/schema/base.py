@@ -54,6 +54,9 @@ class ModelConfig:
     be quantised in the format of the quantization group."""
     repository: str | None = None
     """Where the checkpoint is published, as OWNER/NAME on the Hugging Face hub; told to whoever lacks model.path."""
+    made_by: str | None = None
+    """Command that makes the checkpoint in the folder that follows, where none is published; told to whoever lacks
+    model.path."""
     architecture: dict[str, Any] = field(default_factory=dict)
     """model_type and the fields of its config.json. source=random: what is built. source=checkpoint: the published
     facts, with which `orbit plan` works before the files are here; a config.json at model.path must agree with them."""
