@@ -21,8 +21,8 @@ MLP = [*EXPERTS, "w1", "w2", "w3"]
 
 
 @cache
-def planned(*overrides: str, trains: bool = True) -> Plan:
-    return make_plan(composed(*overrides), trains=trains)
+def planned(*overrides: str, trains: bool = True, evaluates: bool = False) -> Plan:
+    return make_plan(composed(*overrides), trains=trains, evaluates=evaluates)
 
 
 @cache

@@ -111,7 +111,7 @@ def _planned(config: OrbitConfig, work: Work) -> Plan:
 
     if work is Work.train:
         config.check_trainable()
-    made = make_plan(config, trains=work is Work.train)
+    made = make_plan(config, trains=work is Work.train, evaluates=work is Work.eval)
     check_files(config.model, config_suffices=True)
     return made
 

@@ -93,7 +93,8 @@ def _heading(plan: Plan, command: str) -> list[tuple[str, str]]:
 def _evaluation(plan: Plan) -> str:
     """That an evaluation has a length of its own, for which only the cache and the positions are asked."""
     wanted = plan.config.evaluation.max_new_tokens
-    return f"; {wanted:,} response tokens in an evaluation" if evaluated(plan.config) else ""
+    apart = evaluated(plan.config) and not plan.evaluates
+    return f"; {wanted:,} response tokens in an evaluation" if apart else ""
 
 
 def _memory(plan: Plan) -> str:

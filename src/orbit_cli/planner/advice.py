@@ -146,7 +146,7 @@ class _Search:
     def _shorter(self, options: list[Change], part: int) -> Nearest | None:
         """The longest responses that fit with all of these, without those that gain next to nothing; None where less
         than one of `part` parts of the wanted length is left."""
-        wanted = self.plan.config.rollout.max_new_tokens
+        wanted = self.plan.lengths.response
         chosen: list[Change] = []
         for option in options:
             if "trainer.micro_batch_tokens" not in option.values and self._joins(chosen, option):
@@ -198,16 +198,16 @@ class _Search:
 
     def _positions(self) -> Change | None:
         """Lengths that the model has positions for; prompts are shortened only where they alone are too long."""
-        positions, rollout = self.plan.model.shape.longest, self.plan.config.rollout
-        if not positions or self.plan.lengths.longest <= positions:
+        positions, rollout, counted = self.plan.model.shape.longest, self.plan.config.rollout, self.plan.lengths
+        if not positions or counted.longest <= positions:
             return None
         prompt, turns = rollout.max_prompt_tokens, self.plan.config.environment.max_turns
         values: dict[str, Any] = {}
         if prompt + turns > positions:
             values["rollout.max_prompt_tokens"] = prompt = positions // 2
         if prompt + turns > positions:  # one token a turn is too much
-            values["environment.max_turns"] = turns = max((positions - prompt) // rollout.max_new_tokens, 1)
-        values["rollout.max_new_tokens"] = max((positions - prompt) // turns, 1)
+            values["environment.max_turns"] = turns = max((positions - prompt) // counted.response, 1)
+        values[counted.response_key] = max((positions - prompt) // turns, 1)
         return Change(values=values, why="lengths that the model has positions for", harm=Harm.lengths)
 
     def _joins(self, chosen: list[Change], option: Change) -> bool:
@@ -256,7 +256,8 @@ def _smaller_batches(plan: Plan) -> Iterator[Change]:
     config, counted = plan.config, plan.lengths
     on_gpu, pool = config.hardware.device is Device.cuda, config.engine.max_total_tokens
     pool = CPU_TOKENS if pool is None and not on_gpu else pool
-    needed, running = pages(held_at_once(config, counted.running)), counted.running
+    answer, running = counted.response * config.environment.max_turns, counted.running
+    needed = pages(held_at_once(config, running, answer))
     if pool is not None and pool < counted.longest:
         why = "a cache that holds a whole sequence"
         yield Change(values={"engine.max_total_tokens": needed}, why=why, cached=running)
@@ -275,7 +276,7 @@ def _smaller_batches(plan: Plan) -> Iterator[Change]:
         running = 1 << power
         if (pool or counted.in_flight) > running * counted.longest:
             fewer = {"engine.max_running_requests": running}
-            fewer["engine.max_total_tokens"] = pages(held_at_once(config, running))
+            fewer["engine.max_total_tokens"] = pages(held_at_once(config, running, answer))
             why = f"{running} sequence{'s' * (running > 1)} at once instead of {counted.running}, so sampling is slower"
             yield Change(values=fewer, why=why, cached=running)
     if config.engine.live_versions > 2:

@@ -64,8 +64,8 @@ def tried(plan: Plan, chosen: list[Change], *, trains: bool = True) -> Plan | No
     same_base = config.quantization == plan.config.quantization
     try:
         if not same_base:
-            return make_plan(config, model=read_model(config), trains=trains)
-        return make_plan(config, like=plan, trains=trains)
+            return make_plan(config, model=read_model(config), trains=trains, evaluates=plan.evaluates)
+        return make_plan(config, like=plan, trains=trains, evaluates=plan.evaluates)
     except ConfigError:
         return None
 

@@ -22,7 +22,8 @@ UNBOUNDED = 1 << 20  # tokens of a sequence, where the model does not say how ma
 def longest_response(
     plan: Plan, *, trains: bool = True, least: int = 1, most: int | None = None, cached: int = 0
 ) -> int:
-    """Largest rollout.max_new_tokens of `least` to `most` that fits, set as `response_values` says; 0 if none does.
+    """Largest rollout.max_new_tokens, or the evaluation's own if that is planned, of `least` to `most` that fits, set as
+    `response_values` says; 0 if none does.
 
     All else is equal but trainer.micro_batch_tokens, which may shrink to one sequence, and, with `cached`,
     engine.max_total_tokens, which then holds so many sequences. Never less than what the plan has if that fits, never
@@ -34,7 +35,7 @@ def longest_response(
     def fits(tokens: int) -> bool:
         return _fits(plan, _alone(plan, tokens, cached), trains)
 
-    now, room = config.rollout.max_new_tokens, max(room // config.environment.max_turns, 0)
+    now, room = plan.lengths.response, max(room // config.environment.max_turns, 0)
     most = room if most is None else min(most, room)
     if plan.fits and least <= now <= most:
         return _largest(fits, now, most)
@@ -44,7 +45,7 @@ def longest_response(
 def response_values(plan: Plan, tokens: int, *, trains: bool = True, cached: int = 0) -> dict[str, Any]:
     """What to set for responses of so many tokens: the micro-batch too where it must be smaller than it is, and the
     cache where it is to hold `cached` sequences."""
-    config, values = plan.config, {"rollout.max_new_tokens": tokens} | _cache(plan, tokens, cached)
+    config, values = plan.config, {plan.lengths.response_key: tokens} | _cache(plan, tokens, cached)
     whole = config.rollout.max_prompt_tokens + tokens * config.environment.max_turns
     choices = [values]
     if whole < config.trainer.micro_batch_tokens:
@@ -58,7 +59,7 @@ def longest_words(plan: Plan, *, trains: bool = True) -> str:
     micro = response_values(plan, tokens, trains=trains).get("trainer.micro_batch_tokens")
     shrunk = f" with trainer.micro_batch_tokens={micro}" if micro else ""
     end = longest_limit(plan, tokens, trains=trains)
-    return f"responses of {tokens:,} tokens fit (rollout.max_new_tokens={tokens}{shrunk}), {end}"
+    return f"responses of {tokens:,} tokens fit ({plan.lengths.response_key}={tokens}{shrunk}), {end}"
 
 
 def longest_limit(plan: Plan, tokens: int, *, trains: bool = True) -> str:
@@ -143,7 +144,7 @@ def _cache(plan: Plan, tokens: int, cached: int) -> dict[str, Any]:
 
 def _alone(plan: Plan, tokens: int, cached: int = 0) -> dict[str, Any]:
     """Responses of so many tokens in micro-batches that take no second one."""
-    config, values = plan.config, {"rollout.max_new_tokens": tokens} | _cache(plan, tokens, cached)
+    config, values = plan.config, {plan.lengths.response_key: tokens} | _cache(plan, tokens, cached)
     alone = one_sequence(config.rollout.max_prompt_tokens, tokens * config.environment.max_turns)
     if alone < config.trainer.micro_batch_tokens:
         values["trainer.micro_batch_tokens"] = alone

@@ -18,8 +18,10 @@ from orbit_cli.errors import ConfigError
 class Lengths:
     """Token counts that the plan multiplies by, all upper bounds for the config."""
 
-    longest: int  # one sequence: prompt and response
-    samples: int  # of one training step
+    response: int  # what one turn may sample
+    response_key: str  # the config key that says so
+    longest: int  # one sequence: prompt and response, all turns of it
+    samples: int  # of one training step, or of an evaluation
     share: int  # of them, what one GPU takes for one optimiser step
     micro_samples: int  # sequences in the largest micro-batch
     micro_prompts: int  # prompts that they share
@@ -62,18 +64,23 @@ def evaluated(config: OrbitConfig) -> int:
     return config.rollout.max_prompt_tokens + wanted * config.environment.max_turns if wanted else 0
 
 
-def held_at_once(config: OrbitConfig, running: int, response: int | None = None) -> int:
-    """Tokens that a cache must hold for so many sequences of training with `response` tokens each (None: the
-    config's) and, at another time, for one sequence of an evaluation."""
-    answer = response_tokens(config) if response is None else response
-    return max(running * (config.rollout.max_prompt_tokens + answer), evaluated(config))
+def held_at_once(config: OrbitConfig, running: int, response: int) -> int:
+    """Tokens that a cache must hold for so many sequences with `response` tokens each and, at another time, for one
+    sequence of an evaluation."""
+    return max(running * (config.rollout.max_prompt_tokens + response), evaluated(config))
 
 
-def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
-    """Token counts of a config; `ranks` trainer ranks share the samples of a step."""
-    r, t = config.rollout, config.trainer
-    prompt, response, group = r.max_prompt_tokens, response_tokens(config), r.group_size
+def lengths(config: OrbitConfig, ranks: int = 1, *, evaluates: bool = False) -> Lengths:
+    """Token counts of a config; `ranks` trainer ranks share the samples of a step. With `evaluates` those of an
+    evaluation, which has samples, and may have a length, of its own."""
+    r, t, own = config.rollout, config.trainer, config.evaluation
+    prompt, group, turn, key = r.max_prompt_tokens, r.group_size, r.max_new_tokens, "rollout.max_new_tokens"
     samples = r.prompts_per_step * group
+    if evaluates:
+        samples = max(own.prompts * own.samples, 1)
+        if own.max_new_tokens:
+            turn, key = own.max_new_tokens, "evaluation.max_new_tokens"
+    response = turn * config.environment.max_turns
     mine = max(1, math.ceil(math.ceil(r.prompts_per_step / t.minibatches) * group / ranks))
     most = max(1, min(mine, t.micro_batch_tokens // 2))
     outcomes = [(prompt + response, 1, prompt, response)]  # one goes in, however long
@@ -87,6 +94,8 @@ def lengths(config: OrbitConfig, ranks: int = 1) -> Lengths:
     _, fitting, length, answer = max(outcomes)
     running = min(config.engine.max_running_requests, samples)
     return Lengths(
+        response=turn,
+        response_key=key,
         longest=prompt + response,
         samples=samples,
         share=mine,

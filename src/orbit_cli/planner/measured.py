@@ -37,11 +37,11 @@ ON_CPU = (
 PHASES = {"train": "train", "rollout": "rollout", "eval": "rollout", "sync": "rollout"}
 
 
-def planned_peaks(config: OrbitConfig, *, trains: bool = True) -> dict[str, Any] | None:
+def planned_peaks(config: OrbitConfig, *, trains: bool = True, evaluates: bool = False) -> dict[str, Any] | None:
     """{"phases": {phase: {column: GiB}}, "parts": {part: bytes}, "about": text} for telemetry; None if it cannot be
     planned."""
     try:
-        plan = make_plan(config, trains=trains)
+        plan = make_plan(config, trains=trains, evaluates=evaluates)
     except OrbitError:  # the run will say what is wrong with its model; its memory record does without a plan
         return None
     by_name = {phase.name: phase for phase in plan.phases}

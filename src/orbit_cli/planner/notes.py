@@ -80,14 +80,14 @@ def _host_notes(plan: Plan) -> list[str]:
 
 
 def _config_notes(plan: Plan, trains: bool) -> list[str]:
-    found, rollout = [], plan.config.rollout
+    found, counted = [], plan.lengths
     if trains and plan.model.shape.experts and not plan.config.adapter.expert_targets:
         every = "adapter.expert_targets=[gate_proj,up_proj,down_proj]"
         found.append(f"routed experts carry no adapter here; '{every}' would adapt them and need far more")
-    if plan.layout.on_gpu and rollout.max_new_tokens <= SHORT:
+    if plan.layout.on_gpu and counted.response <= SHORT:
         found.append(
-            f"responses are short here (rollout.max_new_tokens={rollout.max_new_tokens}); experiment=long_answers has "
-            "the lengths of reasoning"
+            f"responses are short here ({counted.response_key}={counted.response}); experiment=long_answers has the "
+            "lengths of reasoning"
         )
     return found
 

@@ -73,6 +73,7 @@ class Plan:
     adapted: Adapted
     adapter_parameters: int
     cache_room: tuple[int | None, str] = (None, "")  # tokens that the cache is set to hold, and what sets that
+    evaluates: bool = False  # the lengths are those of an evaluation
     host: Host = Host()  # what memory.offload puts into the machine's own memory
     limits: list[str] = field(default_factory=list)  # one sentence each; empty: it fits
 
@@ -96,9 +97,15 @@ class Plan:
 
 
 def make_plan(
-    config: OrbitConfig, *, model: Model | None = None, like: Plan | None = None, trains: bool = True
+    config: OrbitConfig,
+    *,
+    model: Model | None = None,
+    like: Plan | None = None,
+    trains: bool = True,
+    evaluates: bool = False,
 ) -> Plan:
-    """Plan a config; `trains` is false for commands that only sample. Raises ConfigError or CheckpointError.
+    """Plan a config; `trains` is false for commands that only sample, of which one `evaluates`. Raises ConfigError or
+    CheckpointError.
 
     `like` is a plan of the same model and base, whose counts are used again where they are the same.
     """
@@ -117,7 +124,7 @@ def make_plan(
     if trains or not config.run.adapter:  # else the adapter's own blocks count
         check_blocks(adapted.trained, config.adapter, config.model.name, engine_ranks(config, layout))
     spread = trains and layout.trainer is not TrainerLayout.replicated  # whole copies may each take a whole micro-batch
-    counted = lengths(config, layout.trainer_gpus if spread else 1)
+    counted = lengths(config, layout.trainer_gpus if spread else 1, evaluates=evaluates)
     shared = {
         "config": config,
         "model": model,
@@ -139,6 +146,7 @@ def make_plan(
         adapted=adapted,
         adapter_parameters=sum(site.trained(config.adapter) for site in adapted.trained),
         cache_room=engine.set_room(),
+        evaluates=evaluates,
         host=_host(config, layout, trainer, engine) if trains else Host(),
     )
     plan.limits.extend(_limits(plan, engine))
@@ -290,11 +298,12 @@ def _limits(plan: Plan, engine: Engine) -> list[str]:
     if plan.host.limit:
         found.append(plan.host.limit)
     config, counted = plan.config, plan.lengths
+    added = counted.response_key.removeprefix("rollout.")
     room, has_room = plan.cache_room
     if room is not None and room < counted.longest:
         found.append(
             f"the cache holds no whole sequence of {counted.longest:,} tokens (rollout.max_prompt_tokens + "
-            f"max_new_tokens): {has_room} for {room:,}"
+            f"{added}): {has_room} for {room:,}"
         )
     if plan.layout.on_gpu and plan.memory:
         static = sum(
@@ -314,7 +323,7 @@ def _limits(plan: Plan, engine: Engine) -> list[str]:
             )
     if plan.model.shape.longest and counted.longest > plan.model.shape.longest:
         found.append(
-            f"sequences of {counted.longest:,} tokens (rollout.max_prompt_tokens + max_new_tokens) are longer than the "
+            f"sequences of {counted.longest:,} tokens (rollout.max_prompt_tokens + {added}) are longer than the "
             f"model's {plan.model.shape.longest:,} positions"
         )
     return found

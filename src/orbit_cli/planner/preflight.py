@@ -34,7 +34,7 @@ def preflight(config: OrbitConfig, *, command: str, overrides: Sequence[str] | N
     `command` is train, rollout or eval; `overrides` are those it was given, for the `orbit plan` to paste (None: they
     do not say all, as when a run is resumed). Raises ConfigError or CheckpointError (exit code 2).
     """
-    model, trains = config.model, command == "train"
+    model = config.model
     lacks_files = model.source is ModelSource.checkpoint and not model.path
     if model.source is ModelSource.checkpoint and model.path:
         facts_of(model)  # the folder is that model, or this says which field differs
@@ -44,7 +44,7 @@ def preflight(config: OrbitConfig, *, command: str, overrides: Sequence[str] | N
     checked = config.memory.preflight
     if checked:
         require_address_space()
-    plan = _plan(config, trains) if checked or lacks_files else None
+    plan = _plan(config, command) if checked or lacks_files else None
     if plan is not None and checked:
         _refuse_not_built(plan, command, overrides)
         _refuse_too_large(plan, command, overrides)
@@ -179,7 +179,7 @@ def _count(found: list[Gpu] | None) -> int | None:
     return None if found is None else len(found)
 
 
-def _plan(config: OrbitConfig, trains: bool) -> Plan | None:
+def _plan(config: OrbitConfig, command: str) -> Plan | None:
     """The plan; None for a model whose family is not known here, and on a CPU for one that cannot be sized."""
     facts = facts_of(config.model) if config.model.path or config.model.architecture else None
     if facts is None or facts.model_type not in FAMILIES:
@@ -190,4 +190,4 @@ def _plan(config: OrbitConfig, trains: bool) -> Plan | None:
         if config.hardware.device is Device.cuda:
             raise
         return None  # what works on a CPU is not refused for a figure that is missing
-    return make_plan(config, model=model, trains=trains)
+    return make_plan(config, model=model, trains=command == "train", evaluates=command == "eval")

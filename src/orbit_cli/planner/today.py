@@ -70,7 +70,7 @@ def _changed(plan: Plan, changes: list[Change], trains: bool) -> Plan | None:
             section, _, name = key.partition(".")
             config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     try:
-        return make_plan(config, model=plan.model, trains=trains)
+        return make_plan(config, model=plan.model, trains=trains, evaluates=plan.evaluates)
     except ConfigError:
         return None
 

@@ -25,7 +25,7 @@ def evaluate(config: OrbitConfig) -> dict[str, dict[str, dict[str, float]]]:
         )
     folder = RunFolder.create(config)
     recorder = Recorder(folder, config)
-    recorder.planned(planned_peaks(config, trains=False))
+    recorder.planned(planned_peaks(config, trains=False, evaluates=True))
     table: dict[str, dict[str, dict[str, float]]] = {}
     with folder.running(), recorder, serving(config, folder.engine_log, recorder.notify, adapter=adapter) as served:
         recorder.engine(served.engine.gpu_memory)
