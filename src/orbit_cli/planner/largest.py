@@ -22,8 +22,8 @@ UNBOUNDED = 1 << 20  # tokens of a sequence, where the model does not say how ma
 def longest_response(
     plan: Plan, *, trains: bool = True, least: int = 1, most: int | None = None, cached: int = 0
 ) -> int:
-    """Largest rollout.max_new_tokens, or the evaluation's own if that is planned, of `least` to `most` that fits, set as
-    `response_values` says; 0 if none does.
+    """Largest rollout.max_new_tokens (an evaluation's own length where that counts) of `least` to `most` that fits, set
+    as `response_values` says; 0 if none does.
 
     All else is equal but trainer.micro_batch_tokens, which may shrink to one sequence, and, with `cached`,
     engine.max_total_tokens, which then holds so many sequences. Never less than what the plan has if that fits, never
