@@ -108,6 +108,17 @@ def test_training_on_a_truncated_policy_is_refused(
     assert "rollout.top_p=1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_training_does_not_take_an_adapter_to_serve(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert orbit(monkeypatch, command, "recipe=smoke_dense_oft", f"run.adapter={tmp_path}") == 2
+    told = capsys.readouterr()
+    assert "would not start from it; set adapter.init_from" in told.err and told.err.count("\n") == 1
+    assert told.out == "" and list(tmp_path.iterdir()) == []
+
+
 def test_cfg_job_prints_the_composed_config(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

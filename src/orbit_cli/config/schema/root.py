@@ -95,6 +95,11 @@ class OrbitConfig:
 
     def check_trainable(self) -> None:
         """Refuse what can be sampled from but not trained on. Raises ConfigError."""
+        if self.run.adapter is not None:
+            raise ConfigError(
+                f"run.adapter={self.run.adapter} is what orbit eval and orbit rollout serve, and training would not "
+                "start from it; set adapter.init_from to a PEFT folder, or run.resume to a run to go on with"
+            )
         if self.rollout.top_p != 1.0 or self.rollout.top_k != -1:
             raise ConfigError(
                 f"rollout.top_p={self.rollout.top_p} and top_k={self.rollout.top_k} sample from a truncated policy "
