@@ -165,10 +165,8 @@ def _check_targets(config: OrbitConfig, model: Model) -> None:
 
 
 def dtype_bytes(config: OrbitConfig) -> int:
-    """Bytes of one activation: float32 on a CPU and bfloat16 on a GPU, unless model.dtype says otherwise."""
-    if config.model.dtype is ComputeDtype.auto:
-        return 2 if config.hardware.device is Device.cuda else 4
-    return 4 if config.model.dtype is ComputeDtype.float32 else 2
+    """Bytes of one activation."""
+    return 4 if config.activations is ComputeDtype.float32 else 2
 
 
 def _phases(config: OrbitConfig, layout: Layout, trainer: Trainer, engine: Engine, trains: bool) -> list[Phase]:

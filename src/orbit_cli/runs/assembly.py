@@ -15,7 +15,6 @@ import torch
 
 from orbit_cli.adapters.peft_io import load_peft
 from orbit_cli.adapters.spec import spec_from_config
-from orbit_cli.config.schema.base import ComputeDtype
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.config.schema.system import Device
 from orbit_cli.engine.sglang_engine import SGLangEngine
@@ -47,10 +46,8 @@ class Serving:
 
 
 def compute_dtype(config: OrbitConfig) -> torch.dtype:
-    """Activations of trainer and engine: float32 on a CPU, bfloat16 on a GPU, unless the config says otherwise."""
-    if config.model.dtype is ComputeDtype.auto:
-        return torch.float32 if config.hardware.device is Device.cpu else torch.bfloat16
-    return getattr(torch, str(config.model.dtype))
+    """Of the activations of trainer and engine."""
+    return getattr(torch, str(config.activations))
 
 
 def set_threads(config: OrbitConfig) -> None:

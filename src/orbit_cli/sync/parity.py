@@ -10,11 +10,23 @@ from dataclasses import dataclass
 
 import torch
 
+from orbit_cli.config.schema.base import ComputeDtype
+from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.engine.protocol import RolloutEngine
 from orbit_cli.models.build import TrainerModel
 
 # Below this mean movement of the trainer's log-probs (nats) rounding alone can hide or feign a movement.
 NOISE_FLOOR = 1e-6
+
+# Mean |log-prob gap| in nats that rounding of the activations does not explain. Sound runs of SmolLM2-135M have up to
+# 4e-6 in float32, and in bfloat16 up to 0.11 on probes, which the policy did not choose (docs/benchmarks.md).
+GAP_LIMITS = {ComputeDtype.float32: 0.01, ComputeDtype.bfloat16: 0.15}
+
+
+def gap_limit(config: OrbitConfig) -> float:
+    """sync.max_mean_gap, or the limit of the run's activations."""
+    wanted = config.sync.max_mean_gap
+    return GAP_LIMITS[config.activations] if wanted is None else wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

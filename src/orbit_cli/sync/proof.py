@@ -40,14 +40,18 @@ class Proof:
         model: TrainerModel,
         tokens: list[list[int]],
         config: SyncConfig,
+        limit: float,
         inject: Inject = Inject.none,
         scale: float = 0.05,
     ) -> None:
-        """`scale`: standard deviation of the random adapters' parameters. `inject`: withhold or wrong_version."""
+        """`limit`: of the mean |log-prob gap|, nats. `scale`: standard deviation of the random adapters' parameters.
+        `inject`: withhold or wrong_version.
+        """
         self._engine = engine
         self._model = model
         self._tokens = tokens
         self._config = config
+        self._limit = limit
         self._inject = inject
         self._scale = scale
         self._number = 0
@@ -97,8 +101,7 @@ class Proof:
     def _judge(
         self, name: str, scored: Probe, movement: float | None = None, receipt: SwapReceipt | None = None
     ) -> None:
-        limit = self._config.max_mean_gap
-        passed = scored.gap_mean <= limit
+        passed = scored.gap_mean <= self._limit
         self.checks.append(
             Check(
                 name=name,
@@ -108,7 +111,9 @@ class Proof:
                 moved=movement,
                 milliseconds=receipt.milliseconds if receipt else None,
                 nbytes=receipt.nbytes if receipt else None,
-                cause="" if passed else f"mean |log-prob gap| {scored.gap_mean:.4f} is above sync.max_mean_gap={limit}",
+                cause=""
+                if passed
+                else f"mean |log-prob gap| {scored.gap_mean:.4f} is above {self._limit:g} (sync.max_mean_gap)",
             )
         )
 

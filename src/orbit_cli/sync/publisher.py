@@ -21,22 +21,25 @@ from orbit_cli.types import SwapReceipt
 class Publisher:
     """Moves adapter versions from the trainer's bank into the engine's slots."""
 
-    def __init__(self, engine: RolloutEngine, model: TrainerModel, tokens: list[list[int]], config: SyncConfig) -> None:
-        """`tokens`: the fixed probe prompts as token ids."""
+    def __init__(
+        self, engine: RolloutEngine, model: TrainerModel, tokens: list[list[int]], config: SyncConfig, limit: float
+    ) -> None:
+        """`tokens`: the fixed probe prompts as token ids. `limit`: of the mean |log-prob gap|, nats."""
         self._engine = engine
         self._model = model
         self._tokens = tokens
         self._config = config
+        self._limit = limit
         self._last: Probe | None = None
         self._base_checksum = engine.base_checksum()
 
     def check_base(self) -> Probe:
         """Score the base (no adapter) on both sides. Raises ParityError beyond the gap limit."""
         base = probe(self._engine, self._model, self._tokens, None)
-        if base.gap_mean > self._config.max_mean_gap:
+        if base.gap_mean > self._limit:
             raise ParityError(
                 f"the base without adapter differs between trainer and engine: mean |log-prob gap| {base.gap_mean:.4f} "
-                f"is above sync.max_mean_gap={self._config.max_mean_gap}; they do not hold the same base"
+                f"is above {self._limit:g} (sync.max_mean_gap); they do not hold the same base"
             )
         return base
 
@@ -89,7 +92,6 @@ class Publisher:
             )
 
     def _check_probe(self, scored: Probe, number: int) -> dict[str, float]:
-        limit = self._config.max_mean_gap
         movement = {}
         if self._last is not None:
             ours = moved(self._last.trainer, scored.trainer)
@@ -103,9 +105,9 @@ class Publisher:
                     f"version {number} never took effect: the trainer's log-probs moved by {ours:.2e} on the probe "
                     f"prompts, the engine's by {theirs:.2e}"
                 )
-        if scored.gap_mean > limit:
+        if scored.gap_mean > self._limit:
             raise ParityError(
                 f"version {number} is served differently from how it was trained: mean |log-prob gap| "
-                f"{scored.gap_mean:.4f} is above sync.max_mean_gap={limit}"
+                f"{scored.gap_mean:.4f} is above {self._limit:g} (sync.max_mean_gap)"
             )
         return {**movement, "probe_gap_mean": scored.gap_mean, "probe_gap_max": scored.gap_max}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from orbit_cli.config.schema import bounds
-from orbit_cli.config.schema.base import AdapterConfig, AdapterKind, ModelConfig, QuantizationConfig
+from orbit_cli.config.schema.base import AdapterConfig, AdapterKind, ComputeDtype, ModelConfig, QuantizationConfig
 from orbit_cli.config.schema.learning import (
     AlgorithmConfig,
     EnvironmentConfig,
@@ -92,6 +92,13 @@ class OrbitConfig:
             raise ConfigError(
                 f"trainer.expert_path={path} needs a GPU and hardware.device=cpu; set trainer.expert_path=auto"
             )
+
+    @property
+    def activations(self) -> ComputeDtype:
+        """Of trainer and engine alike: float32 on a CPU, bfloat16 on a GPU, unless model.dtype says otherwise."""
+        if self.model.dtype is not ComputeDtype.auto:
+            return self.model.dtype
+        return ComputeDtype.float32 if self.hardware.device is Device.cpu else ComputeDtype.bfloat16
 
     def check_trainable(self) -> None:
         """Refuse what can be sampled from but not trained on. Raises ConfigError."""
