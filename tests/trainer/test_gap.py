@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from orbit_cli.config.compose import compose
+from orbit_cli.environments.registry import build_environment
 from orbit_cli.errors import ParityError
-from orbit_cli.sync.parity import gap_limit, trainer_scores
+from orbit_cli.rollout.chat import Chat
+from orbit_cli.runs.assembly import probe_tokens
+from orbit_cli.sync.parity import tolerance, trainer_scores
 from orbit_cli.sync.publisher import Publisher
 from orbit_cli.trainer.loop import check_gap
 
@@ -15,10 +20,10 @@ TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
 
 
 class Engine:
-    """Scores as the trainer does, with an error of a given mean size."""
+    """Scores as the trainer does, with an error of a given size on every token and another one on the first."""
 
-    def __init__(self, model, error: float) -> None:
-        self.model, self.error = model, error
+    def __init__(self, model, error: float, first: float) -> None:
+        self.model, self.error, self.first = model, error, first
 
     def base_checksum(self) -> str:
         return "same"
@@ -26,17 +31,31 @@ class Engine:
     def score(self, token_ids, version):
         scores = trainer_scores(self.model, token_ids, adapter=False)
         signs = torch.arange(len(scores)) % 2 * 2 - 1
-        return (scores + self.error * signs).view(len(token_ids), -1).tolist()
+        scores += self.error * signs
+        scores[0] += self.first
+        return scores.view(len(token_ids), -1).tolist()
 
 
-def check_base(model, overrides: list[str], error: float):
+def check_base(model, overrides: list[str], error: float, first: float = 0.0):
     config = compose(overrides)
-    return Publisher(Engine(model, error), model, TOKENS, config.sync, gap_limit(config)).check_base()
+    return Publisher(Engine(model, error, first), model, TOKENS, config.sync, tolerance(config)).check_base()
 
 
 def test_rounding_of_bfloat16_does_not_stop_the_main_job_on_a_gpu(make_model) -> None:
     assert check_base(make_model(), ["hardware=h200x1"], 0.11).gap_mean == pytest.approx(0.11)
     check_gap({"logprob_gap_mean": 0.11}, compose(["hardware=h200x1"]))
+
+
+def test_a_single_token_stops_a_run_in_float32_alone(make_model) -> None:
+    assert check_base(make_model(), ["hardware=h200x1"], 0.02, first=9.0).gap_max > 8
+    with pytest.raises(ParityError, match=r"is above 0\.01 \(sync\.max_mean_gap\)"):
+        check_base(make_model(), [], 0.0, first=0.2)
+
+
+@pytest.mark.parametrize("overrides", [[], ["hardware=h200x1"]])
+def test_a_score_that_is_no_number_stops_it(make_model, overrides: list[str]) -> None:
+    with pytest.raises(ParityError, match=r"gap\| inf is above"):
+        check_base(make_model(), overrides, 0.0, first=float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -53,3 +72,14 @@ def test_a_larger_gap_stops_it(make_model, overrides: list[str], error: float) -
         check_base(make_model(), overrides, error)
     with pytest.raises(ParityError, match=r"above 0\.\d+ \(sync\.max_mean_gap\)"):
         check_gap({"logprob_gap_mean": error}, compose(overrides))
+
+
+def test_probes_are_beginnings_of_prompts(tiny_base) -> None:
+    """A text cut off at its front has three times the rounding in bfloat16, most of it in single tokens."""
+    config, base = tiny_base
+    chat, environment = Chat(base), build_environment(config.environment, seed=0)
+    rows = probe_tokens(config, SimpleNamespace(chat=chat, environment=environment))
+    whole = [chat.prompt_tokens(environment.train_prompt(index).messages) for index in range(len(rows))]
+    environment.close()
+    assert rows == [prompt[: config.sync.probe_tokens] for prompt in whole]
+    assert len(set(map(tuple, rows))) == config.sync.probe_prompts  # not only what all prompts begin with

@@ -151,6 +151,9 @@ def trainer_model(config: OrbitConfig, base: Path, spec: AdapterSpec) -> Trainer
 
 
 def probe_tokens(config: OrbitConfig, serving: Serving) -> list[list[int]]:
-    """The fixed probe prompts: the ends of the first training prompts, `sync.probe_tokens` tokens each."""
+    """The fixed probe prompts: the first training prompts, their first `sync.probe_tokens` tokens.
+
+    The first ones, because a text without its beginning is nothing that the model was trained on: see docs/log.md.
+    """
     prompts = [serving.environment.train_prompt(index) for index in range(config.sync.probe_prompts)]
-    return [serving.chat.prompt_tokens(p.messages)[-config.sync.probe_tokens :] for p in prompts]
+    return [serving.chat.prompt_tokens(p.messages)[: config.sync.probe_tokens] for p in prompts]

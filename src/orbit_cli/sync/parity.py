@@ -6,7 +6,7 @@ may differ by is the rounding of two orders of summation, nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,15 +18,28 @@ from orbit_cli.models.build import TrainerModel
 # Below this mean movement of the trainer's log-probs (nats) rounding alone can hide or feign a movement.
 NOISE_FLOOR = 1e-6
 
-# Mean |log-prob gap| in nats that rounding of the activations does not explain. Sound runs of SmolLM2-135M have up to
-# 4e-6 in float32, and in bfloat16 up to 0.11 on probes, which the policy did not choose (docs/benchmarks.md).
-GAP_LIMITS = {ComputeDtype.float32: 0.01, ComputeDtype.bfloat16: 0.15}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """What rounding of the activations may do to log-probs."""
+
+    limit: float  # of the mean |log-prob gap|, nats
+    outliers: float  # share of the probes' gaps, the largest, that their mean leaves out
 
 
-def gap_limit(config: OrbitConfig) -> float:
-    """sync.max_mean_gap, or the limit of the run's activations."""
-    wanted = config.sync.max_mean_gap
-    return GAP_LIMITS[config.activations] if wanted is None else wanted
+# In float32 a sound run of SmolLM2-135M has gaps of up to 4e-6. In bfloat16 the same model, against itself in float32,
+# has means of up to 0.10 on its probes beside single gaps of more than 2 nats, which lift the mean to 0.19 and say
+# nothing of a fault: a wrong base or adapter moves them all (docs/benchmarks.md).
+TOLERANCES = {
+    ComputeDtype.float32: Tolerance(limit=0.01, outliers=0.0),
+    ComputeDtype.bfloat16: Tolerance(limit=0.15, outliers=0.125),
+}
+
+
+def tolerance(config: OrbitConfig) -> Tolerance:
+    """Of the run's activations; sync.max_mean_gap takes the place of its limit."""
+    own, wanted = TOLERANCES[config.activations], config.sync.max_mean_gap
+    return own if wanted is None else replace(own, limit=wanted)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +56,13 @@ class Probe:
     @property
     def gap_max(self) -> float:
         return float((self.engine - self.trainer).abs().max())
+
+    def gap_within(self, outliers: float) -> float:
+        """The mean gap without this share of the gaps, the largest; infinite if one of all is no number."""
+        ordered = (self.engine - self.trainer).abs().sort().values
+        if not ordered.isfinite().all():
+            return float("inf")
+        return float(ordered[: len(ordered) - int(outliers * len(ordered))].mean())
 
 
 def probe(engine: RolloutEngine, model: TrainerModel, tokens: list[list[int]], version: int | None) -> Probe:

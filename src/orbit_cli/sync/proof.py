@@ -13,7 +13,7 @@ import torch
 from orbit_cli.config.schema.system import Inject, SyncConfig
 from orbit_cli.engine.protocol import RolloutEngine
 from orbit_cli.models.build import TrainerModel
-from orbit_cli.sync.parity import NOISE_FLOOR, Probe, moved, probe, trainer_scores
+from orbit_cli.sync.parity import NOISE_FLOOR, Probe, Tolerance, moved, probe, trainer_scores
 from orbit_cli.types import AdapterVersion, SampleRequest, SamplingParams, SwapReceipt
 
 
@@ -40,18 +40,16 @@ class Proof:
         model: TrainerModel,
         tokens: list[list[int]],
         config: SyncConfig,
-        limit: float,
+        tolerance: Tolerance,
         inject: Inject = Inject.none,
         scale: float = 0.05,
     ) -> None:
-        """`limit`: of the mean |log-prob gap|, nats. `scale`: standard deviation of the random adapters' parameters.
-        `inject`: withhold or wrong_version.
-        """
+        """`scale`: standard deviation of the random adapters' parameters. `inject`: withhold or wrong_version."""
         self._engine = engine
         self._model = model
         self._tokens = tokens
         self._config = config
-        self._limit = limit
+        self._tolerance = tolerance
         self._inject = inject
         self._scale = scale
         self._number = 0
@@ -101,7 +99,8 @@ class Proof:
     def _judge(
         self, name: str, scored: Probe, movement: float | None = None, receipt: SwapReceipt | None = None
     ) -> None:
-        passed = scored.gap_mean <= self._limit
+        gap, limit = scored.gap_within(self._tolerance.outliers), self._tolerance.limit
+        passed = gap <= limit
         self.checks.append(
             Check(
                 name=name,
@@ -111,9 +110,7 @@ class Proof:
                 moved=movement,
                 milliseconds=receipt.milliseconds if receipt else None,
                 nbytes=receipt.nbytes if receipt else None,
-                cause=""
-                if passed
-                else f"mean |log-prob gap| {scored.gap_mean:.4f} is above {self._limit:g} (sync.max_mean_gap)",
+                cause="" if passed else f"mean |log-prob gap| {gap:.4f} is above {limit:g} (sync.max_mean_gap)",
             )
         )
 

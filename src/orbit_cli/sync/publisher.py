@@ -14,7 +14,7 @@ from orbit_cli.config.schema.system import SyncConfig
 from orbit_cli.engine.protocol import RolloutEngine
 from orbit_cli.errors import NotFiniteError, ParityError
 from orbit_cli.models.build import TrainerModel
-from orbit_cli.sync.parity import NOISE_FLOOR, Probe, moved, probe
+from orbit_cli.sync.parity import NOISE_FLOOR, Probe, Tolerance, moved, probe
 from orbit_cli.types import SwapReceipt
 
 
@@ -22,24 +22,30 @@ class Publisher:
     """Moves adapter versions from the trainer's bank into the engine's slots."""
 
     def __init__(
-        self, engine: RolloutEngine, model: TrainerModel, tokens: list[list[int]], config: SyncConfig, limit: float
+        self,
+        engine: RolloutEngine,
+        model: TrainerModel,
+        tokens: list[list[int]],
+        config: SyncConfig,
+        tolerance: Tolerance,
     ) -> None:
-        """`tokens`: the fixed probe prompts as token ids. `limit`: of the mean |log-prob gap|, nats."""
+        """`tokens`: the fixed probe prompts as token ids."""
         self._engine = engine
         self._model = model
         self._tokens = tokens
         self._config = config
-        self._limit = limit
+        self._tolerance = tolerance
         self._last: Probe | None = None
         self._base_checksum = engine.base_checksum()
 
     def check_base(self) -> Probe:
         """Score the base (no adapter) on both sides. Raises ParityError beyond the gap limit."""
         base = probe(self._engine, self._model, self._tokens, None)
-        if base.gap_mean > self._limit:
+        gap, limit = base.gap_within(self._tolerance.outliers), self._tolerance.limit
+        if gap > limit:
             raise ParityError(
-                f"the base without adapter differs between trainer and engine: mean |log-prob gap| {base.gap_mean:.4f} "
-                f"is above {self._limit:g} (sync.max_mean_gap); they do not hold the same base"
+                f"the base without adapter differs between trainer and engine: mean |log-prob gap| {gap:.4f} is above "
+                f"{limit:g} (sync.max_mean_gap); they do not hold the same base"
             )
         return base
 
@@ -105,9 +111,11 @@ class Publisher:
                     f"version {number} never took effect: the trainer's log-probs moved by {ours:.2e} on the probe "
                     f"prompts, the engine's by {theirs:.2e}"
                 )
-        if scored.gap_mean > self._limit:
+        gap, limit = scored.gap_within(self._tolerance.outliers), self._tolerance.limit
+        if gap > limit:
             raise ParityError(
-                f"version {number} is served differently from how it was trained: mean |log-prob gap| "
-                f"{scored.gap_mean:.4f} is above {self._limit:g} (sync.max_mean_gap)"
+                f"version {number} is served differently from how it was trained: mean |log-prob gap| {gap:.4f} is "
+                f"above {limit:g} (sync.max_mean_gap)"
             )
-        return {**movement, "probe_gap_mean": scored.gap_mean, "probe_gap_max": scored.gap_max}
+        gaps = {"probe_gap_mean": scored.gap_mean, "probe_gap_judged": gap, "probe_gap_max": scored.gap_max}
+        return {**movement, **gaps}

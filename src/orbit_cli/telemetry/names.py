@@ -79,6 +79,7 @@ NAMES: dict[str, str] = {
     "samples": "train: samples of the step; eval: samples per prompt",
     # publish
     "probe_gap_mean": "mean |trainer - engine| log-prob on the fixed probes after a publish, in nats",
+    "probe_gap_judged": "the mean that sync.max_mean_gap judges: in bfloat16 without the largest eighth",
     "probe_gap_max": "largest of the same",
     "probe_moved_trainer": "mean |change| of the trainer's log-probs on the probes since the last version, in nats",
     "probe_moved_engine": "the same of the engine's",

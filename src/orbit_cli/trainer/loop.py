@@ -16,7 +16,7 @@ import torch
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.errors import NotFiniteError, ParityError
 from orbit_cli.models.build import TrainerModel
-from orbit_cli.sync.parity import gap_limit
+from orbit_cli.sync.parity import tolerance
 from orbit_cli.sync.publisher import Publisher
 from orbit_cli.telemetry.recorder import Recorder
 from orbit_cli.trainer.checkpoint import TrainState, save_checkpoint
@@ -90,7 +90,7 @@ def train_loop(session: Session) -> None:
 
 def check_gap(learned: dict[str, float], config: OrbitConfig) -> None:
     """The engine's log-probs of what it just sampled against the trainer's. Raises ParityError beyond the limit."""
-    gap, limit = learned.get("logprob_gap_mean", 0.0), gap_limit(config)
+    gap, limit = learned.get("logprob_gap_mean", 0.0), tolerance(config).limit
     if gap > limit:
         raise ParityError(
             f"mean |log-prob gap| of this batch is {gap:.4f}, above {limit:g} (sync.max_mean_gap): what was sampled is "
