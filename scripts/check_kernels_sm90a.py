@@ -219,15 +219,19 @@ def layer_calls():
     w13, w2 = example("int4", 2 * 512, INPUTS, 2), example("int4", INPUTS, 512, 1)
     ids, weights = torch.zeros(ROWS, 1, dtype=torch.long), torch.ones(ROWS, 1)
 
-    def stack(turn: int, rank: int, dtype: torch.dtype, inputs: int, outputs: int) -> StackedAdapter:
+    def stack(turn: int, rank: int, slope: torch.dtype, inputs: int, outputs: int) -> StackedAdapter:
         def leaf(*shape: int) -> torch.Tensor | None:
-            return torch.zeros(2, *shape, dtype=dtype, requires_grad=True) if all(shape) else None
+            if not all(shape):
+                return None
+            held = torch.zeros(2, *shape, dtype=torch.bfloat16, requires_grad=True)
+            held.grad_dtype = slope
+            return held
 
         blocks = leaf(inputs // turn, turn, turn) if turn else None
         return StackedAdapter(rotation=blocks, lora_a=leaf(rank, inputs), lora_b=leaf(outputs, rank))
 
-    def both_passes(turn: int, rank: int, dtype: torch.dtype) -> None:
-        stacks = [stack(turn, rank, dtype, *size) for size in ((INPUTS, 512), (INPUTS, 512), (512, INPUTS))]
+    def both_passes(turn: int, rank: int, slope: torch.dtype) -> None:
+        stacks = [stack(turn, rank, slope, *size) for size in ((INPUTS, 512), (INPUTS, 512), (512, INPUTS))]
         found = ExpertAdapters(**dict(zip(PROJECTIONS, stacks, strict=True)))
         x = torch.zeros(ROWS, INPUTS, dtype=torch.bfloat16, requires_grad=True)
         expert_layer(x, ids, weights, w13, w2, found).sum().backward()
@@ -240,8 +244,8 @@ def layer_calls():
         rotation._crowded = lambda _, crowded=crowded: crowded
         lora_sweep.MANY = 0 if crowded else ROWS
         for turn, rank in ((0, 0), (16, 0), (32, 0), (64, 0), (128, 0), (0, 16), (0, 32), (0, 64), (0, 128), (32, 16)):
-            for dtype in (torch.bfloat16, torch.float32):  # an engine's adapters and a trainer's
-                arguments = turn, rank, dtype
+            for slope in (torch.bfloat16, torch.float32):  # a trainer's gradients are float32
+                arguments = turn, rank, slope
                 yield f"block {turn} rank {rank}", lambda arguments=arguments: both_passes(*arguments)
 
 

@@ -23,6 +23,7 @@ from orbit_kernels.chunked import BUDGET, elapsed_ms, fastest
 from orbit_kernels.expert_passes import Passes
 from orbit_kernels.experts import ExpertAdapters, StackedAdapter
 from orbit_kernels.grouped import PackedExperts, forward_tile
+from orbit_kernels.leaves import exact_gradients
 from orbit_kernels.permute import dispatch_rows
 from orbit_kernels.routing import Routing, route
 
@@ -52,7 +53,7 @@ def expert_layer(
     base = [w13.packed, w13.scale, w13.global_scale, w2.packed, w2.scale, w2.global_scale]
     return _forward_operator(
         x.contiguous(), expert_ids, weights.contiguous(), *base, w13.fmt, *flat, scalings, limit, recompute,
-        chunk_budget, routing_gradient,
+        chunk_budget, routing_gradient, exact_gradients(flat),
     )[0]  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def serve_expert_layer(
     return passes.output(h, weights.contiguous())[0]
 
 
-def _passes(base, fmt, flat, scalings, routing, limit, chunk_budget) -> Passes:
+def _passes(base, fmt, flat, scalings, routing, limit, chunk_budget, exact=False) -> Passes:
     w13, w13_scale, w13_global, w2, w2_scale, w2_global = base
     stacks = [
         StackedAdapter(rotation=flat[3 * p], lora_a=flat[3 * p + 1], lora_b=flat[3 * p + 2], scaling=scalings[p])
@@ -123,6 +124,7 @@ def _passes(base, fmt, flat, scalings, routing, limit, chunk_budget) -> Passes:
         routing,
         limit,
         chunk_budget=chunk_budget,
+        exact=exact,
     )
 
 
@@ -135,6 +137,7 @@ def _forward_operator(
     up_r: Tensor | None, up_a: Tensor | None, up_b: Tensor | None,
     down_r: Tensor | None, down_a: Tensor | None, down_b: Tensor | None,
     scalings: list[float], limit: float | None, recompute: bool, chunk_budget: int, routing_gradient: bool,
+    exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, h or nothing, low of `Passes.hidden` and of `Passes.output`, the routing's order, position and offsets)."""
     routing = route(expert_ids, w13.shape[0])
@@ -150,7 +153,7 @@ def _forward_operator(
 @_forward_operator.register_fake
 def _(
     x, expert_ids, weights, w13, w13_scale, w13_global, w2, w2_scale, w2_global, fmt, gate_r, gate_a, gate_b, up_r,
-    up_a, up_b, down_r, down_a, down_b, scalings, limit, recompute, chunk_budget, routing_gradient,
+    up_a, up_b, down_r, down_a, down_b, scalings, limit, recompute, chunk_budget, routing_gradient, exact,
 ):  # fmt: skip
     rows = expert_ids.numel()
     h = x.new_empty(0 if recompute else rows, w13.shape[1])
@@ -170,13 +173,16 @@ def _gradient_operator(
     gate_r: Tensor | None, gate_a: Tensor | None, gate_b: Tensor | None,
     up_r: Tensor | None, up_a: Tensor | None, up_b: Tensor | None,
     down_r: Tensor | None, down_a: Tensor | None, down_b: Tensor | None,
-    scalings: list[float], limit: float | None, chunk_budget: int, routing_gradient: bool,
+    scalings: list[float], limit: float | None, chunk_budget: int, routing_gradient: bool, exact: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """dx, if asked for that of weights, and those of the adapter tensors that exist, in the order of the arguments."""
+    """dx, if asked for that of weights, and those of the adapter tensors that exist, in the order of the arguments.
+
+    Gradients of adapter tensors have their dtype, or float32 with `exact`.
+    """
     routing = Routing(order=order, position=position, offsets=offsets)
     flat = [gate_r, gate_a, gate_b, up_r, up_a, up_b, down_r, down_a, down_b]
     base = (w13, w13_scale, w13_global, w2, w2_scale, w2_global)
-    passes = _passes(base, fmt, flat, scalings, routing, limit, chunk_budget)
+    passes = _passes(base, fmt, flat, scalings, routing, limit, chunk_budget, exact)
     hidden = passes.hidden(x)[0] if len(h) < routing.rows else h
     found = passes.gradients(dy, x, hidden, low, low_down, weights, routing_gradient)
     return [gradient for gradient in found if gradient is not None]
@@ -186,18 +192,19 @@ def _gradient_operator(
 def _(
     dy, x, h, low, low_down, order, position, offsets, weights, w13, w13_scale, w13_global, w2, w2_scale, w2_global,
     fmt, gate_r, gate_a, gate_b, up_r, up_a, up_b, down_r, down_a, down_b, scalings, limit, chunk_budget,
-    routing_gradient,
+    routing_gradient, exact,
 ):  # fmt: skip
-    flat = [x, weights if routing_gradient else None, gate_r, gate_a, gate_b, up_r, up_a, up_b, down_r, down_a, down_b]
-    return [torch.empty_like(tensor) for tensor in flat if tensor is not None]
+    flat = [gate_r, gate_a, gate_b, up_r, up_a, up_b, down_r, down_a, down_b]
+    found = [torch.empty_like(t) for t in (x, weights if routing_gradient else None) if t is not None]
+    return found + [torch.empty_like(t, dtype=torch.float32 if exact else t.dtype) for t in flat if t is not None]
 
 
 def _save(ctx, inputs, output) -> None:
     x, _, weights, *rest = inputs
-    *tensors, scalings, limit, _, chunk_budget, routing_gradient = rest
+    *tensors, scalings, limit, _, chunk_budget, routing_gradient, exact = rest
     base, fmt, flat = tensors[:6], tensors[6], tensors[7:]
     ctx.set_materialize_grads(False)  # h gets no gradient of its own; zeros for it would be a gigabyte
-    ctx.fmt, ctx.settings = fmt, (scalings, limit, chunk_budget, routing_gradient)
+    ctx.fmt, ctx.settings = fmt, (scalings, limit, chunk_budget, routing_gradient, exact)
     ctx.save_for_backward(x, *output[1:], weights, *base, *flat)
 
 
@@ -205,13 +212,13 @@ def _backward(ctx, dy, *_):
     x, h, low, low_down, order, position, offsets, weights, *tensors = ctx.saved_tensors
     base, flat = tensors[:6], tensors[6:]
     if dy is None:  # only the integers were used
-        return (None,) * 24
+        return (None,) * 25
     dx, *rest = _gradient_operator(
         dy.contiguous(), x, h, low, low_down, order, position, offsets, weights, *base, ctx.fmt, *flat, *ctx.settings
     )
-    d_weights = rest.pop(0) if ctx.settings[-1] else None
+    d_weights = rest.pop(0) if ctx.settings[3] else None
     adapters = [None if tensor is None else rest.pop(0) for tensor in flat]
-    return dx, None, d_weights, *[None] * 7, *adapters, *[None] * 5
+    return dx, None, d_weights, *[None] * 7, *adapters, *[None] * 6
 
 
 _forward_operator.register_autograd(_backward, setup_context=_save)

@@ -44,6 +44,7 @@ class Passes:
     limit: float | None
     groups: int = 1  # of `routing` per expert
     chunk_budget: int = 0
+    exact: bool = False  # gradients of adapters in float32, whatever their dtype
 
     def hidden(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(h [R, 2 I] with the adapters of gate and up, their low [R, 2 r] = x A^T or [R, 0]).
@@ -93,7 +94,8 @@ class Passes:
         dx = self._product_gradient(dh, self.w13, None if self._split else matrices, dlow, self._split)
         gate_up: list[Tensor | None] = [None] * 6
         if self._split:
-            dx, turns = rotation.rotate_back(x, dx, self._turns(), self.routing, gather=True)
+            turns = self._turns()
+            dx, turns = rotation.rotate_back(x, dx, turns, self.routing, gather=True, dtype=self._slope(turns[0]))
             for half, stack in enumerate((self.gate, self.up)):
                 gate_up[3 * half] = None if stack.rotation is None else turns[half]
             if dlow is not None:
@@ -117,7 +119,8 @@ class Passes:
             return self._product_gradient(gather_rows(dy, self.routing), self.w2), None, [None, None, None]
         a, b = self._down_pair()
         rows = dy.new_empty(self.routing.rows, dy.shape[1])
-        arguments, shapes, dtype = (dy, [b], [down.scaling], self.routing), [down.lora_b.shape], down.lora_b.dtype
+        arguments = (dy, [b], [down.scaling], self.routing)
+        shapes, dtype = [down.lora_b.shape], self._slope(down.lora_b)
         if sweeps(self.routing, b.shape[2]):
             dlow, (slope,) = sweep(
                 *arguments, gather=True, transposed=True, out=rows,
@@ -149,17 +152,19 @@ class Passes:
         turned, columns = self.down.rotation, da.shape[1]
         if turned is not None and dlow is None:
             found = dots(rotation.slabs(columns, turned.shape[-1]))
-            dh, down[0] = rotation.rotate_hidden_back(h, da, turned, self.routing, row_weights, self.limit, found)
+            dh, down[0] = rotation.rotate_hidden_back(
+                h, da, turned, self.routing, row_weights, self.limit, found, self._slope(turned)
+            )
             return dh, found
         if turned is not None:
             a = (swiglu(h, self.limit) * row_weights.unsqueeze(1)).to(h.dtype)
-            da, (down[0],) = rotation.rotate_back(a, da.unsqueeze(0), [turned], self.routing)
+            da, (down[0],) = rotation.rotate_back(a, da.unsqueeze(0), [turned], self.routing, dtype=self._slope(turned))
             lora.expand(dlow, self._down_pair()[0], self.routing, da, self.tiles)
         found, a = dots(dot_chunks(columns)), None if dlow is None else torch.empty_like(da)
         dh = swiglu_gradient(h, da, row_weights, self.limit, dots=found, a=a)
         if dlow is not None:
             (down[1],) = lora.outer(
-                a, dlow, self.routing, [self.down.lora_a.shape], self.down.lora_a.dtype,
+                a, dlow, self.routing, [self.down.lora_a.shape], self._slope(self.down.lora_a),
                 transpose=True, weights=row_weights,
             )  # fmt: skip
         return dh, found
@@ -199,7 +204,11 @@ class Passes:
         found = [getattr(stack, name) for stack in (self.gate, self.up)]
         like = next(matrix for matrix in found if matrix is not None)
         empty = (len(like), 0, like.shape[2]) if name == "lora_a" else (*like.shape[:2], 0)
-        return [torch.Size(empty) if matrix is None else matrix.shape for matrix in found], like.dtype
+        return [torch.Size(empty) if matrix is None else matrix.shape for matrix in found], self._slope(like)
+
+    def _slope(self, tensor: Tensor) -> torch.dtype:
+        """Of an adapter tensor's gradient."""
+        return torch.float32 if self.exact else tensor.dtype
 
     def _down_pair(self) -> tuple[Tensor, Tensor]:
         """lora_a [E, r, I] and lora_b [E, H, r] of down, padded."""
@@ -228,7 +237,7 @@ class Passes:
                 own, to = low.chunk(len(matrices), 1)[part], y.chunk(len(matrices), 1)[part]
                 lora.expand(own, matrix.transpose(1, 2), self.routing, to, self.tiles)
             return y
-        size = forward_tile(weight, self.routing.rows, matrices is not None)
+        size = forward_tile(weight, self.routing.rows)
         if matrices is None:
             whole = self.routing.of_every(self.groups)
             return grouped_forward(rows, weight, whole.offsets, split=split, tiles=whole.tiles(size))
@@ -250,5 +259,5 @@ class Passes:
 
     @staticmethod
     def _added(low: Tensor, matrices) -> LowRank:
-        """In the dtype of the products: a trainer holds its matrices as float32 numbers of bfloat16 values."""
+        """In the dtype of the products; float32 matrices count as holding bfloat16 values."""
         return LowRank(rows=low, matrices=tuple(matrix.to(low.dtype) for matrix in matrices))

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from orbit_kernels.checks import check_experts, check_range
+from orbit_kernels.leaves import operand
 from orbit_kernels.linear import frozen_linear
 
 PATHS = ("auto", "kernels", "chunked", "fastest", "reference")
@@ -45,9 +46,9 @@ class StackedAdapter:
     lora_b: torch.Tensor | None = None  # [E, N, r]
     scaling: float = 1.0
 
-    def per_expert(self) -> list[ProjectionAdapter]:
-        """One entry per expert. Unbinding once makes the gradient one stack instead of E padded copies."""
-        stacks = [self.rotation, self.lora_a, self.lora_b]
+    def per_expert(self, dtype: torch.dtype) -> list[ProjectionAdapter]:
+        """One entry per expert, in `dtype`. Unbinding once makes the gradient one stack instead of E padded copies."""
+        stacks = [None if t is None else operand(t, dtype) for t in (self.rotation, self.lora_a, self.lora_b)]
         count = next(len(stack) for stack in stacks if stack is not None)
         rows = zip(*([None] * count if stack is None else stack.unbind(0) for stack in stacks), strict=True)
         return [ProjectionAdapter(rotation=r, lora_a=a, lora_b=b, scaling=self.scaling) for r, a, b in rows]
@@ -123,7 +124,7 @@ def frozen_experts(
     order, hit, counts = sort_by_expert(expert_ids)  # order [T*k]
     check_range(hit[0], hit[-1], len(w2_packed))
     rows = x.index_select(0, torch.div(order, slots, rounding_mode="floor"))  # [T*k, H], grouped by expert
-    gates, ups, downs = (_per_expert(adapter, name) for name in ("gate", "up", "down"))
+    gates, ups, downs = (_per_expert(adapter, name, x.dtype) for name in ("gate", "up", "down"))
     outputs = [
         expert_mlp(
             chunk,
@@ -219,9 +220,9 @@ def _add_lora(y: torch.Tensor, x: torch.Tensor, adapter: ProjectionAdapter | Non
     return y + adapter.scaling * low_rank
 
 
-def _per_expert(adapter: ExpertAdapters | None, name: str) -> Sequence[ProjectionAdapter] | None:
+def _per_expert(adapter: ExpertAdapters | None, name: str, dtype: torch.dtype) -> Sequence[ProjectionAdapter] | None:
     stacked = getattr(adapter, name) if adapter is not None else None
-    return stacked.per_expert() if stacked is not None else None
+    return stacked.per_expert(dtype) if stacked is not None else None
 
 
 def _halve(scale: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -86,7 +86,7 @@ class Shape:
 
 
 FEW = 32
-"""Up to tiles of so many rows hopper_few.py multiplies; above, and with low-rank sums, hopper_forward.py."""
+"""Up to tiles of so many rows hopper_few.py multiplies; above hopper_forward.py."""
 # H200, Kimi-K2.6 expert shapes, INT4: the fastest of the sweep in docs/benchmarks.md, by tokens of a tile.
 FORWARD_SHAPES = {
     16: Shape(128, 128, 8, 3, 2),
@@ -120,7 +120,7 @@ def grouped_forward(
     x [R, K], for 4-bit formats with its columns in `fragment_order`; with `split` x is [P, R, K] and part p of N reads
     x[p]. offsets int32 [E + 1]. Rows from offsets[E] on are not written. `low` is added to the sum; with `slots` its
     matrices are [E slots, ...] and offsets [E slots + 1], group expert * slots + slot. `tiles` are those of offsets,
-    if the caller has them, of `forward_tile` rows. `tile` (16, 32, 64, 128 rows; 8 on Hopper without `low`) and `shape`
+    if the caller has them, of `forward_tile` rows. `tile` (16, 32, 64, 128 rows; 8 on Hopper) and `shape`
     are for tuning: the numbers do not depend on them. Raises ValueError for what `unsupported` names.
     """
     rows = _check(x, weight, offsets, split, weight.shape[2], low, slots)
@@ -128,9 +128,9 @@ def grouped_forward(
     out = x.new_empty(rows, outputs) if out is None else out
     if rows == 0:
         return out
-    tiles = tiles or row_tiles(offsets, rows, tile or forward_tile(weight, rows, low is not None))
+    tiles = tiles or row_tiles(offsets, rows, tile or forward_tile(weight, rows))
     tile = tiles.size
-    if shape is None and low is None and tile <= FEW and _suits_hopper(weight, 64):
+    if shape is None and tile <= FEW and _suits_hopper(weight, 64):
         from orbit_kernels import hopper_few
 
         hopper_few.forward(x, weight, out, tiles, offsets, rows if split else 0, multiprocessors(), low, slots)
@@ -278,9 +278,9 @@ def token_tile(rows: int, experts: int) -> int:
     return 16 if mean <= 10 else 32 if mean <= 27 else 64 if mean <= 58 else 128
 
 
-def forward_tile(weight: PackedExperts, rows: int, low: bool = False) -> int:
-    """Rows of a tile of `grouped_forward`, with a low-rank sum or without: 8 where more would mostly be padding."""
-    few = not low and rows <= 4 * weight.shape[0] and _suits_hopper(weight, 64)
+def forward_tile(weight: PackedExperts, rows: int) -> int:
+    """Rows of a tile of `grouped_forward`: 8 where more would mostly be padding."""
+    few = rows <= 4 * weight.shape[0] and _suits_hopper(weight, 64)
     return 8 if few else token_tile(rows, weight.shape[0])
 
 

@@ -104,19 +104,20 @@ def _consumer(
                     gl.thread_barrier()  # all warps are past the previous stage
                     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=step > first_step)
             step += 1
-        total_acc, held = warpgroup_mma_wait(0, [acc, held])
-        gl.thread_barrier()
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
         for _ in gl.static_range(RANK // RANK_STEP):
             stage = step % STAGES
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             narrow = ms.index(stage * MATRICES).load(A)  # [ROWS, 16] of B
+            acc, held, narrow = warpgroup_mma_wait(0, [acc, held, narrow])
             tokens = xs.index(stage * STEPS).slice(0, RANK_STEP, dim=1).permute([1, 0])
-            total_acc = warpgroup_mma(narrow, tokens, total_acc, is_async=True)
-            total_acc, narrow = warpgroup_mma_wait(0, [total_acc, narrow])
+            acc = warpgroup_mma(narrow, tokens, acc, is_async=True)
+            held = narrow
             gl.thread_barrier()
-            mbarrier.arrive(free.index(stage), count=1)
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
             step += 1
+        total_acc, held = warpgroup_mma_wait(0, [acc, held])
+        gl.thread_barrier()
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
         first = (pair % blocks) * ROWS
         tile = total_acc.to(gl.bfloat16).permute([1, 0])
         store_rows(tile, out, row, end, first, PARTS * part_rows, WARPS)

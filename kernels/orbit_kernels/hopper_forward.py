@@ -119,19 +119,20 @@ def _consumer(
                 warpgroup_mma_wait(1, [held])
                 held = weights
                 step += 1
-        total_acc, held = warpgroup_mma_wait(0, [acc, held])
-        gl.thread_barrier()
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
         for _ in gl.static_range(RANK // RANK_STEP):
             stage = step % STAGES
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             narrow = ms.index(stage).load(A)  # [256, 16] of B
+            acc, held, narrow = warpgroup_mma_wait(0, [acc, held, narrow])
             tokens = xs.index(stage).slice(0, RANK_STEP, dim=1).permute([1, 0])
-            total_acc = warpgroup_mma(narrow, tokens, total_acc, is_async=True)
-            total_acc, narrow = warpgroup_mma_wait(0, [total_acc, narrow])
+            acc = warpgroup_mma(narrow, tokens, acc, is_async=True)
+            held = narrow
             gl.thread_barrier()
-            mbarrier.arrive(free.index(stage), count=1)
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
             step += 1
+        total_acc, held = warpgroup_mma_wait(0, [acc, held])
+        gl.thread_barrier()
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
         first = (pair % blocks) * BLOCK
         store_rows(total_acc.to(gl.bfloat16).permute([1, 0]), out, row, end, first, PARTS * part_rows)
 

@@ -113,19 +113,20 @@ def _consumer(
             acc = warpgroup_mma(weights, tokens.slice(32, 32, dim=1).permute([1, 0]), acc, is_async=True)
             held = weights
             step += 1
-        total_acc, held = warpgroup_mma_wait(0, [acc, held])
-        gl.thread_barrier()
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
         for _ in gl.static_range(RANKS // RANK_STEP):
             stage = step % STAGES
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             narrow = _narrow(ms.index(stage), A)
+            acc, held, narrow = warpgroup_mma_wait(0, [acc, held, narrow])
             tokens = xs.index(stage).slice(0, RANK_STEP, dim=1).permute([1, 0])
-            total_acc = warpgroup_mma(narrow, tokens, total_acc, is_async=True)
-            total_acc, narrow = warpgroup_mma_wait(0, [total_acc, narrow])
+            acc = warpgroup_mma(narrow, tokens, acc, is_async=True)
+            held = narrow
             gl.thread_barrier()
-            mbarrier.arrive(free.index(stage), count=1)
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
             step += 1
+        total_acc, held = warpgroup_mma_wait(0, [acc, held])
+        gl.thread_barrier()
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
         ordered = total_acc.to(gl.bfloat16).reshape([2, 8, 2, 8, BM]).permute([4, 1, 3, 0, 2]).reshape([BM, BLOCK])
         shift = block // per_split * rows
         store_rows(ordered, out, row + shift, end + shift, block % per_split * BLOCK, inputs)

@@ -57,7 +57,7 @@ def project_gathered(
 ) -> torch.Tensor:
     """`lora.project` of gathered rows, `pair` being of gate and up: by a sweep or by tiles, which give the same bits.
 
-    Tiles read the matrices once for 64 rows, which is dear for a trainer's float32: few rows are swept then, for many
+    Tiles read the matrices once for 64 rows, which is dear for float32 ones: few rows are swept then, for many
     the matrices are converted first.
     """
     crowded, exact = routing.rows > MANY * routing.experts, pair[0].dtype == x.dtype

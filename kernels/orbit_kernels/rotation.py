@@ -52,13 +52,19 @@ def rotate_hidden(
 
 
 def rotate_back(
-    x: torch.Tensor, dy: torch.Tensor, rotations: list[torch.Tensor], routing: Routing, gather: bool = False
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    rotations: list[torch.Tensor],
+    routing: Routing,
+    gather: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(dx [R, K], dR like each rotation) of `rotate_rows` for dy [P, R, K], in one pass over the rows.
 
-    dx is the sum over P before its rounding; dR sums over an expert's rows and is zero for experts without any.
+    dx is the sum over P before its rounding; dR sums over an expert's rows and is zero for experts without any. It has
+    `dtype`, or that of the rotations.
     """
-    return _turned_back(x, dy, rotations, routing, gather, False, None, None, None)
+    return _turned_back(x, dy, rotations, routing, gather, False, None, None, None, dtype)
 
 
 def rotate_hidden_back(
@@ -69,12 +75,13 @@ def rotate_hidden_back(
     weights: torch.Tensor,
     limit: float | None = None,
     dots: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dh [R, 2 K], dR) of `rotate_hidden` for weights[row] * dy, with dy [R, K] and weights [R].
 
     `dots` float32 [n, R], n as `slabs`, receives the addends of <a, da> of each row (see `swiglu.swiglu_gradient`).
     """
-    dh, (slope,) = _turned_back(h, dy.unsqueeze(0), [rotation], routing, False, True, weights, limit, dots)
+    dh, (slope,) = _turned_back(h, dy.unsqueeze(0), [rotation], routing, False, True, weights, limit, dots, dtype)
     return dh, slope
 
 
@@ -130,7 +137,7 @@ def _rotated(x, rotations, routing, tiles, gather, in_order, hidden, limit) -> t
         pair = [rotations[0].contiguous(), rotations[-1].contiguous()]
         if b <= 32 and not _crowded(routing):
             width, span, stages = (32, 512, 3) if hidden else (32, 256, 4)
-        else:  # every tile loads its expert's rotations: a trainer's float32 ones would fill the shared memory
+        else:  # every tile loads its expert's rotations: float32 ones would fill the shared memory
             pair = [rotation.to(x.dtype) for rotation in pair]
         if b <= 64 and _crowded(routing) and not hidden:
             tiles = routing.tiles(128)
@@ -144,10 +151,10 @@ def _rotated(x, rotations, routing, tiles, gather, in_order, hidden, limit) -> t
     return out
 
 
-def _turned_back(x, dy, rotations, routing, gather, hidden, weights, limit, dots):
+def _turned_back(x, dy, rotations, routing, gather, hidden, weights, limit, dots, dtype):
     columns, b = _sizes(rotations)
     out = torch.empty_like(x) if hidden else dy.new_empty(dy.shape[1:])
-    slopes = [rotation.new_empty(rotation.shape) for rotation in rotations]
+    slopes = [rotation.new_empty(rotation.shape, dtype=dtype or rotation.dtype) for rotation in rotations]
     pair = [rotation.contiguous() for rotation in (rotations[0], rotations[-1])]
     width, rows, warps, stages, group = 64, 64, 4, 3 if _crowded(routing) else 2, 2
     if b == 128:

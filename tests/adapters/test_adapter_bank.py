@@ -13,6 +13,7 @@ from orbit_cli.adapters.spec import spec_from_config
 from orbit_cli.config.schema.base import AdapterConfig, AdapterKind
 from orbit_cli.errors import CheckpointError
 from orbit_cli.types import AdapterSpec
+from orbit_kernels.leaves import operand
 
 OFT = AdapterSpec(kind="oft", targets=("q_proj",), expert_targets=("up_proj",), block_size=8, neumann_terms=6)
 LORA = AdapterSpec(kind="lora", targets=("q_proj",), expert_targets=("up_proj",), rank=3, scaling=2.0)
@@ -65,8 +66,8 @@ def test_what_is_multiplied_by_is_what_is_shipped(spec):
     tensors = bank.version(0).tensors
     for part in bank.parts.values():
         for site, leaf in zip(bank.sites, part.leaves, strict=True):
-            assert leaf.dtype is torch.float32
-            stacked = torch.stack([tensors[f"{path}.{part.name}"] for path in site.paths]).float()
+            assert leaf.dtype is torch.bfloat16 and leaf.grad.dtype is torch.float32
+            stacked = torch.stack([tensors[f"{path}.{part.name}"] for path in site.paths])
             assert torch.equal(leaf.detach(), stacked if site.experts else stacked[0])
 
 
@@ -85,10 +86,10 @@ def loss_of(bank: AdapterBank, x: list[torch.Tensor]) -> torch.Tensor:
     total = torch.zeros(())
     for site in range(3):
         if bank.spec.kind == "oft":
-            leaf = bank.leaf("oft_R", site)
+            leaf = operand(bank.leaf("oft_R", site), torch.float32)  # before it is taken apart, as experts do
             y = [rotate(x[site], r) for r in (leaf if site == 2 else [leaf])]
         else:
-            a, b = bank.leaf("lora_A", site), bank.leaf("lora_B", site)
+            a, b = (operand(bank.leaf(name, site), torch.float32) for name in ("lora_A", "lora_B"))
             y = [low_rank(x[site], *ab, 2.0) for ab in (zip(a, b, strict=True) if site == 2 else [(a, b)])]
         total = total + sum(part.sin().sum() for part in y)
     return total
@@ -210,7 +211,7 @@ def test_health():
 def test_memory_counts_every_buffer():
     bank = make_bank(OFT)
     blocks = 15
-    assert bank.memory() == {"adapter": 4 * blocks * (28 + 64), "adapter_grads": 4 * blocks * (28 + 64)}
+    assert bank.memory() == {"adapter": blocks * (4 * 28 + 2 * 64), "adapter_grads": 4 * blocks * (28 + 64)}
 
 
 def test_rslora_is_resolved_in_the_spec():
@@ -228,3 +229,18 @@ def test_lora_golden_example():
     b = torch.tensor([[1.0, 0], [0, 2], [-1, 1]])
     x = torch.tensor([1.0, 2, 3, 4])
     assert torch.allclose(x @ weight.t() + low_rank(x, a, b, 4 / 2), torch.tensor([14.0, 12, 1]))
+
+
+@pytest.mark.parametrize("spec", [OFT, LORA], ids=["oft", "lora"])
+def test_gradients_of_bf16_leaves_are_summed_in_float32(spec):
+    """As the modules call them: each addend as float32 leaves would get it, and their sum, to the bit."""
+    x = [torch.randn(12, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    bank = make_bank(spec, scale=0.1)
+    names = list(bank.parts)
+    wide = {name: bank.leaf(name, 0).detach().float().requires_grad_() for name in names}
+    for leaves in (wide, {name: bank.leaf(name, 0) for name in names}):
+        for rows in x:
+            y = rotate(rows, leaves["oft_R"]) if spec.kind == "oft" else low_rank(rows, *leaves.values(), 2.0)
+            y.sin().sum().backward()
+    for name in names:
+        assert wide[name].grad.norm() > 0.1 and torch.equal(wide[name].grad, bank.leaf(name, 0).grad)

@@ -61,8 +61,8 @@ def test_what_changes_nothing_comes_first_then_lengths_then_learning() -> None:
     assert fewer == ["trainer.micro_batch_tokens=27813", f"{RUNNING}=2", f"{POOL}=57344"]
     for wanted in (30_000, 40_000):  # the longest, not a power of two, and no smaller adapter
         overrides = nearest_fit(planned(*KIMI, f"rollout.max_new_tokens={wanted}")).overrides
-        assert overrides == ["rollout.max_new_tokens=23616", "trainer.micro_batch_tokens=25664"]
-    assert not planned(*KIMI, "rollout.max_new_tokens=23617", "trainer.micro_batch_tokens=25665").fits
+        assert overrides == ["rollout.max_new_tokens=23691", "trainer.micro_batch_tokens=25739"]
+    assert not planned(*KIMI, "rollout.max_new_tokens=23692", "trainer.micro_batch_tokens=25740").fits
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,10 @@ def test_memory_never_falls_with_the_length_since_shorter_responses_may_share_a_
 def test_the_longest_response_is_the_last_that_fits() -> None:
     plan = planned(*KIMI, LONG)
     assert not plan.fits
-    said = "responses of 23,616 tokens fit (rollout.max_new_tokens=23616 with trainer.micro_batch_tokens=25664)"
+    said = "responses of 23,691 tokens fit (rollout.max_new_tokens=23691 with trainer.micro_batch_tokens=25739)"
     assert said in longest_words(plan)
-    assert fits(plan, max_new_tokens=23_616, micro_batch_tokens=25_664)
-    assert not fits(plan, max_new_tokens=23_617, micro_batch_tokens=1)
+    assert fits(plan, max_new_tokens=23_691, micro_batch_tokens=25_739)
+    assert not fits(plan, max_new_tokens=23_692, micro_batch_tokens=1)
 
 
 @pytest.mark.parametrize(

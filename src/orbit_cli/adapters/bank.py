@@ -38,7 +38,7 @@ class AdapterBank:
         return self.parts[name].leaves[site]
 
     def materialize(self) -> None:
-        """Rebuild the BF16-valued compute copies from the master. Never between a forward and its backward."""
+        """Rebuild the BF16 compute copies from the master. Never between a forward and its backward."""
         for part in self.parts.values():
             part.materialize()
 

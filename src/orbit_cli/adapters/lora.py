@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from orbit_kernels.leaves import operand
+
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """s (x A^T) B^T: x [..., in], A [r, in], B [out, r] -> [..., out], in x's dtype."""
-    return F.linear(F.linear(x, a.to(x.dtype)) * scaling, b.to(x.dtype))
+    return F.linear(F.linear(x, operand(a, x.dtype)) * scaling, operand(b, x.dtype))
 
 
 def init_a(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

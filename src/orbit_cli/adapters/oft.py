@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from orbit_kernels.leaves import operand
+
 
 @lru_cache(maxsize=32)
 def _triangle(block_size: int, device: torch.device) -> Tensor:
@@ -118,4 +120,4 @@ def _blockwise(x: Tensor, rotations: Tensor) -> Tensor:
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """x [..., n*b] times blockdiag(R [n, b, b]); R is cast to x's dtype (exact for BF16-valued R in BF16 or FP32)."""
     flat = x.reshape(-1, x.shape[-1]).contiguous()  # [T, n*b]
-    return _Rotate.apply(flat, rotations.to(x.dtype)).view(x.shape)
+    return _Rotate.apply(flat, operand(rotations, x.dtype)).view(x.shape)

@@ -1,9 +1,9 @@
 """The flat storage of one kind of adapter tensor over the whole model: master parameter, compute copy, gradient buffer.
 
 A part is all rotations of an OFT run, or all A (or all B) of a LoRA run. `master` is float32 and belongs to the
-optimiser. `compute` holds the BF16-rounded values that are multiplied by and shipped, stored as float32; the leaves
-that the modules use are views of it, and their `.grad` are views of `grad`, so that one pass over flat memory builds
-or differentiates the adapter of the whole model. Left out: which kind has which parts (bank.py).
+optimiser. `compute` holds in BF16 what is multiplied by and shipped; the leaves that the modules use are views of it,
+and their `.grad` are views of `grad`, which is float32, so that one pass over flat memory builds or differentiates the
+adapter of the whole model. Left out: which kind has which parts (bank.py).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Part:
         self.build = build
         self.master = nn.Parameter(master_rows.to(device))
         self.master.grad = torch.zeros_like(self.master)
-        self.compute = torch.zeros(len(master_rows), *row_shape, device=device)
-        self.grad = torch.zeros_like(self.compute)
+        self.compute = torch.zeros(len(master_rows), *row_shape, dtype=torch.bfloat16, device=device)
+        self.grad = torch.zeros_like(self.compute, dtype=torch.float32)
         row_elements = max(self.compute[:1].numel(), 1)
         self._chunk = max(CHUNK_ELEMENTS[device.type] // row_elements, 1)
         self._spans = _row_spans(sites, name, row_elements)
@@ -53,6 +53,7 @@ class Part:
         shape = ((site.experts,) if site.experts else ()) + site.shapes[self.name]
         start, stop = self._spans[index]
         leaf = self.compute[start:stop].view(shape).detach().requires_grad_()
+        leaf.grad_dtype = torch.float32
         leaf.grad = self.grad[start:stop].view(shape)
         return leaf
 
@@ -65,7 +66,7 @@ class Part:
         """Master -> compute, in float32, rounded to BF16 once."""
         for rows in self.chunks():
             built = self.master[rows] if self.build is None else self.build(self.master[rows])
-            self.compute[rows].copy_(built.to(torch.bfloat16))
+            self.compute[rows].copy_(built)
 
     def pull_back(self) -> None:
         """Gradient of the compute copy -> of the master; rounding counts as the identity (straight through)."""
@@ -88,7 +89,7 @@ class Part:
 
     def rounded(self) -> dict[str, Tensor]:
         """The shipped tensors: path.name -> CPU bfloat16, all views of one fresh buffer."""
-        flat = self.compute.to(device="cpu", dtype=torch.bfloat16)
+        flat = self.compute.cpu()
         if flat.data_ptr() == self.compute.data_ptr():
             flat = flat.clone()
         return {f"{path}.{self.name}": view for path, view in self._per_path(flat, compute=True)}

@@ -145,15 +145,15 @@ class Moments:
         )
 
     def _copies(self, in_layer: bool) -> Part:
-        """Adapters of dense linears in the compute dtype, kept for the backward pass of each layer that is at work."""
-        shared = self.layout.trainer_share(Category.attention)
-        found = [site for site in self.sites if not site.experts]
-        numbers = round(sum(site.multiplied(self.config.adapter) for site in found) * shared)
+        """The adapter in float32, where activations are, kept for the backward pass of each layer that is at work."""
+        numbers = 0.0
+        for site in self.sites if self.dtype_bytes == 4 else ():
+            share = self.layout.trainer_share(Category.experts if site.experts else Category.attention)
+            numbers += site.multiplied(self.config.adapter) * share
         if self.recomputes:
             numbers = -(-numbers // self.shape.layers) if in_layer else 0
-        if self.dtype_bytes == 4:  # then the float32 that is held anyway is multiplied by
-            numbers = 0
-        return _part("adapter in bfloat16", 2 * numbers, f"2 B x {count(numbers)} numbers multiplied by dense linears")
+        numbers = round(numbers)
+        return _part("adapter in float32", 4 * numbers, f"4 B x {count(numbers)} numbers of layers that are at work")
 
     def _logits(self) -> Part:
         """Chunked log-probs at the end of the forward pass, hidden states of scored tokens and their slopes."""
@@ -182,9 +182,8 @@ class Moments:
         nbytes, formula = tokens * widest * self.dtype_bytes, f"{tokens:,} tokens x ({what}) x {self.dtype_bytes} B"
         gradients = self._expert_gradients()
         if gradients:
-            each = 4 if self.config.adapter.kind is AdapterKind.oft else self.dtype_bytes
-            nbytes += each * gradients
-            formula += f" + {each} B x {count(gradients)} gradients of one layer's expert adapters"
+            nbytes += 4 * gradients
+            formula += f" + 4 B x {count(gradients)} gradients of one layer's expert adapters"
         return _part("backward working set", nbytes, formula)
 
     def _expert_rows(self) -> int:

@@ -1,7 +1,7 @@
 """The trainer's share of a plan: base, adapter and its state, activations, logits, decoded weights. No torch.
 
 Counts what orbit_cli.trainer, adapters and models do: master weights, both gradients and Adam's moments in float32; the
-multiplied copy in float32 too; frozen weights in their stored form; logits of trainer.logprob_chunk_tokens tokens at a
+multiplied copy in BF16; frozen weights in their stored form; logits of trainer.logprob_chunk_tokens tokens at a
 time. On a CPU what comes and goes is summed, and weights are decoded one linear (or expert) at a time; what a GPU does
 is in gpu_training.py.
 """
@@ -64,7 +64,7 @@ class Trainer:
         size = f"block {adapter.block_size}" if adapter.kind is AdapterKind.oft else f"rank {adapter.rank}"
         what = f"{count(t)} trained numbers on this GPU ({adapter.kind} {size})"
         rows = [
-            ("adapter as multiplied", 4 * m, f"4 B x {count(m)} numbers, rounded to BF16, held in float32"),
+            ("adapter as multiplied", 2 * m, f"2 B x {count(m)} numbers in BF16"),
             ("master weights (float32)", 4 * t, f"4 B x {what}"),
             ("gradients", 4 * (t + m), f"4 B x ({count(t)} trained numbers + {count(m)} of the matrices)"),
             ("optimizer moments", 8 * t, f"2 moments x 4 B x {count(t)}"),
@@ -74,7 +74,7 @@ class Trainer:
     def transient(self) -> tuple[str, list[Part]]:
         """On a GPU the name of the largest moment of training; and what exists only while training, at its largest."""
         when, parts = "", [self.activations(), self.backward(), self.attention(), self.logits(), self.decoded()]
-        parts.append(self.series())
+        parts += [self.copies(), self.series()]
         if self.layout.on_gpu:
             when, parts = Moments(
                 config=self.config,
@@ -153,6 +153,18 @@ class Trainer:
             side=Side.trainer,
             nbytes=widest * each,
             formula=f"{count(widest)} numbers of {name} x {each} B",
+        )
+
+    def copies(self) -> Part:
+        """The adapter in float32, where activations are: of every layer, or of the one that is recomputed."""
+        numbers = sum(site.multiplied(self.config.adapter) for site in self.sites) if self.dtype_bytes == 4 else 0
+        if self.config.trainer.activation_checkpointing:
+            numbers = -(-numbers // self.shape.layers)
+        return Part(
+            name="adapter in float32",
+            side=Side.trainer,
+            nbytes=4 * numbers,
+            formula=f"4 B x {count(numbers)} numbers of layers that are at work",
         )
 
     def series(self) -> Part:

@@ -16,7 +16,7 @@ WORDS = {
     "gradients": ("adapter's gradients", "of the trained numbers and of the matrices made from them"),
     "optimizer moments": ("optimizer moments", "Adam's two running means of the gradients"),
     "rotation series": ("making the rotations", "powers of matrices from which OFT makes rotations, some at a time"),
-    "adapter in bfloat16": ("adapter in bfloat16", "copies of its matrices while layers are at work"),
+    "adapter in float32": ("adapter in float32", "copies of its matrices while layers are at work"),
     "product workspaces": ("cuBLAS workspaces", "scratch memory of NVIDIA's matrix products"),
     "activations": ("activations", "what the forward pass keeps for the backward pass"),
     "backward working set": ("backward pass of one layer", "what only exists while one layer's gradients are made"),
