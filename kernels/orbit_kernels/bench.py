@@ -10,11 +10,12 @@ activations and routing; medians. A row: shape, format, tokens, path, pass, ms, 
 tflops, bandwidth_share, transient_bytes, graph (timed as replays of a CUDA graph, the sizes of decoding).
 
 pass      forward, gradient: the two products (w13, w2) alone; mlp: the whole MLP's forward as an engine runs it,
-          with routing, SwiGLU and weighted sum; layer: the whole MLP as a trainer runs it, forward and backward
+          with routing, SwiGLU and weighted sum; layer: the whole MLP as a trainer runs it, forward and backward;
+          products: both passes of the products alone, timed beside layer, which is compared with them
 path      bf16 resident: `torch._grouped_mm` on weights that stay in memory; kernels: ours; chunked: chunked.py;
           eager chunks, loop over experts: decoded in PyTorch first; bitsandbytes-like: one kernel decodes an expert,
           one product uses it, as bitsandbytes' 4-bit linears do; sglang triton, sglang marlin: bench_sglang.py
-ratio     ms over that of bf16 resident in the same run: the same pass, for mlp its forward, for layer both
+ratio     ms over that of bf16 resident in the same run: the same pass, for mlp its forward, for layer and products both
 share     bytes that must move (bench_paths.Problem.bytes_moved) / ms / the memory's bandwidth by its datasheet
 transient peak of what a call allocates beyond its results
 """
@@ -54,22 +55,25 @@ COLD = 16
 """Up to this many tokens decoding touches few enough experts for the cache to hold them; batches are rotated."""
 BATCHES = 8
 LONG = 10.0  # milliseconds; such a call reads more than the cache holds
+QUEUED = 80.0  # milliseconds of queued calls that a median is taken of, if these are more than three
 WRONG = 0.03
 """Relative difference to the kernels above which another's output is not the same computation in BF16."""
 
 
-def time_ms(calls: list[Callable[[], object]], rounds: int = 2, graph: bool = False) -> list[float]:
+def time_ms(
+    calls: list[Callable[[], object]], rounds: int = 2, graph: bool = False, queued: bool = False
+) -> list[float]:
     """Median milliseconds of each call, over `rounds` in which each is repeated by itself.
 
     By itself, since a GPU at its power limit runs a call faster after one that drew less; in rounds, so that a GPU that
     slows down slows all of them. `graph` times replays of a CUDA graph, for calls that are shorter than their launches;
-    calls of which one is longer than LONG are queued three times, others as Triton's do_bench decides.
+    with `queued`, and where a call is longer than LONG, calls wait in the device's queue; do_bench times others.
     """
     for call in calls:
         call()
     if graph:
         one = functools.partial(do_bench_cudagraph, rep=20, return_mode="median")
-    elif max(map(elapsed_ms, calls)) > LONG:
+    elif queued or max(map(elapsed_ms, calls)) > LONG:
         one = _queued_ms
     else:
         one = functools.partial(do_bench, warmup=5, rep=25, return_mode="median")
@@ -77,10 +81,10 @@ def time_ms(calls: list[Callable[[], object]], rounds: int = 2, graph: bool = Fa
     return [statistics.median(column) for column in zip(*found, strict=True)]
 
 
-def _queued_ms(call: Callable[[], object], count: int = 3) -> float:
-    """Median of `count` calls that wait in the device's queue, as a trainer's do: the host's way to a first kernel is
-    not in them."""
-    call()
+def _queued_ms(call: Callable[[], object]) -> float:
+    """Median of calls that wait in the device's queue, as a trainer's do: the host's way to a first kernel is not in
+    them."""
+    count = max(3, round(QUEUED / elapsed_ms(call)))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     marks[0].record()
     for mark in marks[1:]:
@@ -116,7 +120,7 @@ class Run:
         """Keep and print one row; `base` is the time of BF16 weights in memory."""
         _, hidden, inter, slots = SHAPES[case.shape]
         tokens = len(batch.x)
-        products = {"forward": 1, "gradient": 1, "mlp": 1, "layer": 2}[pass_]
+        products = {"forward": 1, "gradient": 1, "mlp": 1, "layer": 2, "products": 2}[pass_]
         moved = problem.bytes_moved(batch, pass_, path == "bf16 resident")
         row = {
             "shape": case.shape, "format": case.format, "tokens": tokens, "path": path, "pass": pass_,
@@ -175,12 +179,20 @@ def measure(run: Run, case: Case, problem: Problem, peers: dict, tokens: int) ->
             spare = transient(functools.partial(call, batch), batch.result_bytes("mlp"))
             run.add(case, problem, batch, name, "mlp", ms, resident["forward"], spare)
     if case.whole:
-        for adapter in ADAPTERS:
-            call = paths.layer(problem, batch, adapter)
-            (ms,) = time_ms([call])
-            run.add(case, problem, batch, f"layer {adapter}", "layer", ms, sum(resident.values()), transient(call, 0))
+        _whole(run, case, problem, batch, sum(resident.values()))
     if case.chunks:
         _remembered(run, case, problem, batch)
+
+
+def _whole(run: Run, case: Case, problem: Problem, batch: Batch, resident: float) -> None:
+    """The MLP with each adapter and the kernels' products alone, in the same rounds."""
+    calls = {f"layer {adapter}": paths.layer(problem, batch, adapter) for adapter in ADAPTERS}
+    calls |= {"kernels": lambda: [paths.ours(problem, batch, pass_) for pass_ in ("forward", "gradient")]}
+    times = time_ms(list(calls.values()), rounds=5, queued=True)
+    for (name, call), ms in zip(calls.items(), times, strict=True):
+        pass_ = "products" if name == "kernels" else "layer"
+        named = sum(batch.result_bytes(own) for own in ("forward", "gradient")) if name == "kernels" else 0
+        run.add(case, problem, batch, name, pass_, ms, resident, transient(call, named))
 
 
 def _agrees(run: Run, case: Case, problem: Problem, batch: Batch, name: str, call: Callable) -> bool:

@@ -86,6 +86,8 @@ class Problem:
         weights = weights * batch.hit // len(self.dense2)
         if pass_ == "mlp":
             return weights + 2 * batch.x.nbytes
+        if pass_ == "products":
+            return self.bytes_moved(batch, "forward", dense) + self.bytes_moved(batch, "gradient", dense)
         if pass_ == "layer":
             return 2 * weights + 4 * batch.x.nbytes
         return weights + sum(t.nbytes for t in (batch.rows13, batch.rows2, batch.slopes13, batch.slopes2))
@@ -207,7 +209,9 @@ def _one_by_one(
 
 def _random_adapter(kind: str, experts: int, inputs: int, outputs: int) -> StackedAdapter | None:
     def leaf(*shape: int) -> Tensor:
-        return (torch.randn(shape, device="cuda") * 0.02).to(torch.bfloat16).requires_grad_()
+        held = (torch.randn(shape, device="cuda") * 0.02).to(torch.bfloat16).requires_grad_()
+        held.grad_dtype = torch.float32  # as a trainer's
+        return held
 
     if kind == "oft32":
         return StackedAdapter(rotation=leaf(experts, inputs // 32, 32, 32))

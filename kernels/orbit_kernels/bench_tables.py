@@ -70,9 +70,13 @@ def _layers(rows: Rows) -> list[str]:
             cells = []
             for tokens in sizes:
                 row = rows.get((shape, fmt, tokens, path, "layer", False))
-                ours = sum(own["ms"] for own in _both(rows, shape, fmt, tokens, "kernels"))
-                cells.append(f"{_ms(row['ms'])}, {row['ms'] / ours:.2f} ({row['ratio_bf16']:.2f})" if row else "")
+                ours = rows.get((shape, fmt, tokens, "kernels", "products", False))
+                ratio = row["ms"] / ours["ms"] if row and ours else 0
+                cells.append(f"{_ms(row['ms'])}, {ratio:.2f} ({row['ratio_bf16']:.2f})" if ratio else "")
             lines.append([name, *cells])
+        alone = [rows.get((shape, fmt, tokens, "kernels", "products", False)) for tokens in sizes]
+        cells = [f"{_ms(row['ms'])} ({row['ratio_bf16']:.2f})" if row else "" for row in alone]
+        lines.append(["the products alone", *cells])
         found.append(_table(f"{_label(shape, fmt)}, adapter | " + " | ".join(f"{t:,}" for t in sizes), lines))
     return found
 

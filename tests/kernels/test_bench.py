@@ -60,9 +60,10 @@ def test_decoding_and_prefill_tables_do_not_mix():
 
 
 def test_layer_table_names_both_ratios():
-    rows = [row("kernels", "forward", 2.0), row("kernels", "gradient", 2.0)]
+    rows = [row("kernels", "forward", 2.0), row("kernels", "products", 4.0)]
     found = tables({"rows": [*rows, row("layer none", "layer", 5.0), row("layer oft32", "layer", 6.0)]})
     assert "| none | 5.00, 1.25 (1.25) |\n| OFT, block 32 | 6.00, 1.50 (1.50) |" in found
+    assert found.endswith("| the products alone | 4.00 (1.00) |")
 
 
 @pytest.mark.parametrize("name", ["moe_h200.json"])
