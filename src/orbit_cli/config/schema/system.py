@@ -102,7 +102,7 @@ class SyncConfig:
     """First tokens of each probe prompt that are scored."""
     max_mean_gap: float | None = None
     """Largest allowed mean |log-prob difference| between engine and trainer, on probes and on every training batch;
-    null: what rounding explains, with room: 0.01 with float32 activations, 0.15 with bfloat16. With bfloat16 the
+    null: what rounding explains, with room: 0.01 with float32 activations, 0.2 with bfloat16. With bfloat16 the
     probes' largest eighth is left out: rounding alone moves single log-probs of a prompt by more than 2 nats."""
     movement_share: float = 0.5
     """The engine's log-probs must move by at least this share of what the trainer's moved since the last version."""
