@@ -9,6 +9,9 @@ Shape letters: ... any leading dims of the activations, K inputs, N outputs, G s
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -148,24 +151,46 @@ def _stacked(packed, scale, fmt, global_scale):
 
 def _packed_forward(x: torch.Tensor, weight, bias: torch.Tensor | None) -> torch.Tensor:
     from orbit_kernels.fragments import fragment_order
-    from orbit_kernels.grouped import grouped_forward
+    from orbit_kernels.grouped import forward_tile, grouped_forward
 
     rows = x.reshape(-1, x.shape[-1])
     if weight.in_fragment_order:
-        rows = rows.index_select(1, fragment_order(rows.shape[1], rows.device))
-    y = grouped_forward(rows.contiguous(), weight, _one_group(rows.shape[0], rows.device))
+        rows = rows.index_select(1, _held(fragment_order, rows.shape[1], rows.device))
+    offsets, tiles = _held(_one_group, len(rows), forward_tile(weight, len(rows)), rows.device)
+    y = grouped_forward(rows.contiguous(), weight, offsets, tiles=tiles)
     y = y if bias is None else y + bias.to(y.dtype)
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 def _packed_gradient(dy: torch.Tensor, weight) -> torch.Tensor:
-    from orbit_kernels.grouped import grouped_input_gradient
+    from orbit_kernels.grouped import grouped_input_gradient, token_tile
 
     rows = dy.reshape(-1, dy.shape[-1]).contiguous()
-    dx = grouped_input_gradient(rows, weight, _one_group(rows.shape[0], rows.device))
-    return dx.view(*dy.shape[:-1], -1)
+    offsets, tiles = _held(_one_group, len(rows), token_tile(len(rows), 1), rows.device)
+    dx = grouped_input_gradient(rows, weight, offsets, tiles=tiles)
+    return dx.view(*dy.shape[:-1], dx.shape[1])
 
 
-def _one_group(rows: int, device: torch.device) -> torch.Tensor:
-    """int32 [2]: all rows belong to the one expert; made on the device, which a CUDA graph may capture."""
-    return torch.arange(2, dtype=torch.int32, device=device) * rows
+def _one_group(rows: int, size: int, device: torch.device):
+    """(int32 [2]: all rows belong to the one expert, their tiles of `size` rows); made on the device."""
+    from orbit_kernels.routing import row_tiles
+
+    offsets = torch.arange(2, dtype=torch.int32, device=device) * rows
+    return offsets, row_tiles(offsets, rows, size)
+
+
+def _held(make: Callable, *arguments):
+    """make(*arguments), the last of which is the device, kept for the next call: outside a CUDA graph a small linear
+    waits for the host, which would launch ten kernels for it. A graph being captured gets tensors of its own."""
+    if arguments[-1].type != "cuda":
+        return _kept(make, arguments, None)
+    if torch.cuda.is_current_stream_capturing():
+        return make(*arguments)
+    return _kept(make, arguments, torch.cuda.current_stream(arguments[-1]).cuda_stream)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(make: Callable, arguments: tuple, stream: int | None):
+    """By stream, since work on another would not wait for this one's."""
+    with torch.inference_mode(False):
+        return make(*arguments)
