@@ -37,3 +37,21 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     (path / "state.pt").write_bytes(b"PK\x03\x04 cut")
     with pytest.raises(CheckpointError, match="step_000001"):
         load_checkpoint(path)
+
+
+def test_a_kill_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    """Ctrl-C after a step that is on disk saves it again, and removing the older ones takes time."""
+    save_checkpoint(tmp_path, TrainState(step=1), {}, {}, keep=1)
+    step = save_checkpoint(tmp_path, TrainState(step=2), {"a": torch.ones(2)}, {}, keep=2)
+    before = step.stat().st_ino
+    assert save_checkpoint(tmp_path, TrainState(step=2), {"a": torch.ones(2)}, {}, keep=2) == step
+    assert step.stat().st_ino == before
+
+    def killed(path, ignore_errors=False):
+        if not ignore_errors:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, TrainState(step=3), {}, {}, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002", "step_000003"]

@@ -36,10 +36,13 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step_000012` atomically and remove all but the newest `keep` checkpoints.
 
+    One that is there already stays: it is the same step of this run, and nothing replaces a folder in one move.
     Raises StorageError if the disk is full; the older checkpoints are then all there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step_{state.step:06d}"
+    if (final / _META).exists():
+        return final
     partial = folder / f".{final.name}.partial"
     content = {"bank": bank_state, "optimizer": optimizer_state, "torch_rng": torch.get_rng_state()}
     shutil.rmtree(partial, ignore_errors=True)
@@ -51,7 +54,7 @@ def save_checkpoint(
             (partial / _META).write_text(json.dumps(asdict(state), indent=1))
             for name in (_STATE, _META):
                 _flush(partial / name)
-            if final.exists():  # a resumed run redoes a step that was checkpointed but not recorded
+            if final.exists():  # what is left of it without its meta.json
                 shutil.rmtree(final)
             os.rename(partial, final)
         except BaseException:
@@ -59,6 +62,7 @@ def save_checkpoint(
             raise
     _flush(folder)
     for old in list_checkpoints(folder)[:-keep]:
+        (old / _META).unlink()  # first, so that what a killed process leaves of it is no checkpoint
         shutil.rmtree(old)
     return final
 
