@@ -109,6 +109,19 @@ def test_an_adapters_folder_leads_to_its_run(run: Path, monkeypatch: pytest.Monk
     assert served(Path("000003"))[0].model == whole.model
 
 
+def test_a_config_of_another_tool_beside_adapters_is_no_runs(run: Path) -> None:
+    """A damaged one of a run is: the run's status.json lies beside it."""
+    version = run / "adapters" / "mine"
+    version.mkdir(parents=True)
+    (version / "adapter_config.json").write_text("{}")
+    (run / "config.yaml").write_text("adapter: lora\nmodel: {path: x}\n")
+    config, note = served(version)
+    assert config.model == compose([]).model and note == ""
+    (run / "status.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config\.yaml is damaged"):
+        served(version)
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [

@@ -136,7 +136,18 @@ def run_of(folder: Path) -> Path | None:
     if not (folder / "adapter_config.json").exists():
         return folder if (folder / "config.yaml").is_file() else None
     within = folder.resolve().parent
-    return within.parent if within.name in ADAPTERS and (within.parent / "config.yaml").is_file() else None
+    return within.parent if within.name in ADAPTERS and _is_run(within.parent) else None
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether its config.yaml is a run's, damaged or not; other tools have a config.yaml beside their adapters/ too."""
+    if not (folder / "config.yaml").is_file() or (folder / "status.json").is_file():
+        return (folder / "config.yaml").is_file()
+    try:
+        read_yaml(folder / "config.yaml")
+    except ConfigError:
+        return False
+    return True
 
 
 def _check_folder(given: str, folder: Path) -> None:
