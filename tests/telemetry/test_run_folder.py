@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -238,3 +239,13 @@ def test_a_run_that_is_alive_cannot_be_resumed(tmp_path: Path) -> None:
     finally:
         sleeper.communicate(b"\n", timeout=20)
     assert RunFolder.resume(config(tmp_path, f"run.resume={folder.path}")) == folder
+
+
+def test_a_process_of_the_same_number_is_not_the_run(tmp_path: Path) -> None:
+    """Every start of a container gives orbit the same number: what was killed is gone on with all the same."""
+    killed = RunFolder.create(config(tmp_path, "run.name=a"))
+    status = json.loads((killed.path / "status.json").read_text())
+    assert status["pid"] == os.getpid() and killed.status().alive
+    (killed.path / "status.json").write_text(json.dumps({**status, "updated": "2020-01-01T00:00:00+00:00"}))
+    assert not killed.status().alive
+    assert RunFolder.resume(config(tmp_path, "run.name=a", "run.resume=auto")) == killed

@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from orbit_cli.telemetry.files import read_json, write_atomic, write_json
 from orbit_cli.telemetry.metrics import read_rows
 
 LONGEST_PART = 40  # of a made-up name
+CLOCK_SLACK = 2.0  # seconds by which a process may seem to start after it wrote something
 FIXED_SECTIONS = ("model", "quantization", "adapter")  # of the config; a resumed run must keep them
 
 
@@ -57,7 +59,9 @@ class RunStatus:
 
     @property
     def alive(self) -> bool:
-        return self.state is RunState.running and Path(f"/proc/{self.pid}").exists()
+        """Whether the process that wrote it runs. One that started later only has its number, as in a new container."""
+        written = datetime.fromisoformat(self.updated).timestamp()
+        return self.state is RunState.running and _started(self.pid) < written + CLOCK_SLACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +305,7 @@ class RunFolder:
             return None
         try:
             state = RunState(found["state"])
+            datetime.fromisoformat(found["updated"])
             return RunStatus(state=state, pid=found["pid"], error=found["error"], updated=found["updated"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self._status} is damaged ({error!r}); remove it") from error
@@ -373,6 +378,16 @@ def _claim(root: Path, config: OrbitConfig) -> Path:
 def _safe(name: str) -> str:
     """One path component: no separators, not hidden, not empty."""
     return re.sub(r"[^\w.+=-]+", "_", name).strip(".") or "run"
+
+
+def _started(pid: int) -> float:
+    """When a process started, in seconds since the epoch; infinity if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # those after its name
+    except OSError:
+        return float("inf")
+    boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return boot + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _now() -> str:
