@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,10 @@ from orbit_cli.environments.registry import build_environment
 from orbit_cli.errors import ParityError
 from orbit_cli.rollout.chat import Chat
 from orbit_cli.runs.assembly import probe_tokens
-from orbit_cli.sync.parity import tolerance, trainer_scores
+from orbit_cli.sync.parity import moved, tolerance, trainer_scores
 from orbit_cli.sync.publisher import Publisher
-from orbit_cli.trainer.loop import check_gap
+from orbit_cli.trainer.loop import check_gap, evaluate
+from orbit_cli.types import SwapReceipt
 
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
 
@@ -22,7 +24,7 @@ TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
 class Engine:
     """Scores as the trainer does, with an error of a given size on every token and another one on the first."""
 
-    def __init__(self, model, error: float, first: float) -> None:
+    def __init__(self, model, error: float, first: float = 0.0) -> None:
         self.model, self.error, self.first = model, error, first
 
     def base_checksum(self) -> str:
@@ -34,6 +36,22 @@ class Engine:
         scores += self.error * signs
         scores[0] += self.first
         return scores.view(len(token_ids), -1).tolist()
+
+
+class Stale(Engine):
+    """Says that it holds what it is given, and scores every version as the first."""
+
+    def publish(self, version):
+        return SwapReceipt(
+            version=version.number, checksum=version.checksum, tensors=len(version.tensors), nbytes=0, milliseconds=0.0
+        )
+
+    def retire(self) -> None: ...
+
+    def score(self, token_ids, version):
+        if not hasattr(self, "served"):
+            self.served = super().score(token_ids, version)
+        return self.served
 
 
 def check_base(model, overrides: list[str], error: float, first: float = 0.0):
@@ -74,6 +92,38 @@ def test_a_larger_gap_stops_it(make_model, overrides: list[str], error: float) -
         check_gap({"logprob_gap_mean": error}, compose(overrides))
 
 
+def test_probes_of_which_nothing_is_scored_do_not_pass(make_model) -> None:
+    model, config = make_model(), compose([])
+    publisher = Publisher(Engine(model, 0.0), model, [[3], [5]], config.sync, tolerance(config))
+    publisher._engine.score = lambda token_ids, version: [[] for _ in token_ids]
+    with pytest.raises(ParityError, match=r"gap\| inf is above"):
+        publisher.check_base()
+
+
+@pytest.mark.parametrize("overrides", [[], ["hardware=h200x1"]])
+def test_a_version_that_never_took_effect_is_seen_below_the_gap(make_model, overrides: list[str]) -> None:
+    """In bfloat16 a step moves less than the gap; what does not move at all is stale nonetheless."""
+    model, config = make_model(scale=0.0), compose(overrides)
+    error = tolerance(config).limit / 4
+    publisher = Publisher(Stale(model, error), model, TOKENS, config.sync, tolerance(config))
+    publisher.publish(0)
+    model.bank.randomize(seed=1, scale=0.01)
+    before, after = (trainer_scores(model, TOKENS, adapter=adapter) for adapter in (False, True))
+    assert not overrides or moved(before, after) < 2 * error
+    with pytest.raises(ParityError, match="version 1 never took effect"):
+        publisher.publish(1)
+
+
+def test_an_evaluation_is_on_record_once_its_adapter_is_on_disk() -> None:
+    """A resumed run repeats neither, so a kill in between must leave both to be done."""
+    told: list[str] = []
+    recorder = SimpleNamespace(phase=lambda name: nullcontext(), evaluation=lambda step, result: told.append("row"))
+    source = SimpleNamespace(evaluate=lambda version: None)
+    state = SimpleNamespace(step=1, version=1)
+    evaluate(SimpleNamespace(recorder=recorder, source=source, state=state, export=lambda v: told.append("adapter")))
+    assert told == ["adapter", "row"]
+
+
 def test_probes_are_beginnings_of_prompts(tiny_base) -> None:
     """A text cut off at its front has three times the rounding in bfloat16, most of it in single tokens."""
     config, base = tiny_base
@@ -83,3 +133,16 @@ def test_probes_are_beginnings_of_prompts(tiny_base) -> None:
     environment.close()
     assert rows == [prompt[: config.sync.probe_tokens] for prompt in whole]
     assert len(set(map(tuple, rows))) == config.sync.probe_prompts  # not only what all prompts begin with
+
+
+def test_probes_of_prompts_that_begin_alike_are_not_all_the_same(tiny_base) -> None:
+    """As those of environment=reasoning_gym are for 58 tokens."""
+    config, base = tiny_base
+    chat, wanted = Chat(base), config.sync.probe_tokens
+    for repeats, longest in ((1, wanted), (8, 2 * wanted), (80, 2 * wanted)):
+        texts = ["Read what follows with care. " * repeats + f"Add {index} and seven." for index in range(4)]
+        prompts = [SimpleNamespace(messages=[{"role": "user", "content": text}]) for text in texts]
+        environment = SimpleNamespace(train_prompt=prompts.__getitem__)
+        rows = probe_tokens(config, SimpleNamespace(chat=chat, environment=environment))
+        assert max(map(len, rows)) <= longest
+        assert len(set(map(tuple, rows))) == (1 if repeats == 80 else 4)

@@ -154,6 +154,9 @@ def probe_tokens(config: OrbitConfig, serving: Serving) -> list[list[int]]:
     """The fixed probe prompts: the first training prompts, their first `sync.probe_tokens` tokens.
 
     The first ones, because a text without its beginning is nothing that the model was trained on: see docs/log.md.
+    More of them, up to twice as many, where the prompts begin alike, or all probes might be the same text.
     """
     prompts = [serving.environment.train_prompt(index) for index in range(config.sync.probe_prompts)]
-    return [serving.chat.prompt_tokens(p.messages)[: config.sync.probe_tokens] for p in prompts]
+    rows, wanted = [serving.chat.prompt_tokens(p.messages) for p in prompts], config.sync.probe_tokens
+    alike = len(os.path.commonprefix(rows))
+    return [row[: max(wanted, min(alike + wanted // 2, 2 * wanted))] for row in rows]

@@ -58,9 +58,9 @@ class Probe:
         return float((self.engine - self.trainer).abs().max())
 
     def gap_within(self, outliers: float) -> float:
-        """The mean gap without this share of the gaps, the largest; infinite if one of all is no number."""
+        """The mean gap without this share of the gaps, the largest; infinite if one of all is no number, or none is."""
         ordered = (self.engine - self.trainer).abs().sort().values
-        if not ordered.isfinite().all():
+        if not len(ordered) or not ordered.isfinite().all():
             return float("inf")
         return float(ordered[: len(ordered) - int(outliers * len(ordered))].mean())
 

@@ -116,8 +116,8 @@ def evaluate(session: Session) -> EvalResult:
     """Evaluate the current version on held-out prompts and export its adapter."""
     with session.recorder.phase("eval"):
         result = session.source.evaluate(session.state.version)
+    session.export(session.state.version)  # before the row, which says to a resumed run that both are done
     session.recorder.evaluation(session.state.step, result)
-    session.export(session.state.version)
     return result
 
 

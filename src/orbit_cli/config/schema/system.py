@@ -99,7 +99,7 @@ class SyncConfig:
     probe_prompts: int = 4
     """Fixed prompts scored by engine and trainer after every publish."""
     probe_tokens: int = 48
-    """First tokens of each probe prompt that are scored."""
+    """First tokens of each probe prompt that are scored; up to twice as many where the prompts begin alike."""
     max_mean_gap: float | None = None
     """Largest allowed mean |log-prob difference| between engine and trainer, on probes and on every training batch;
     null: what rounding explains, with room: 0.01 with float32 activations, 0.2 with bfloat16. With bfloat16 the
