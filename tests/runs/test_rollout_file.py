@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from orbit_cli.adapters.bundle import make_version
+from orbit_cli.commands.rollout import written_text
 from orbit_cli.config.compose import compose
 from orbit_cli.environments.registry import build_environment
 from orbit_cli.errors import ConfigError, StorageError
 from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.runs.adapters import ServedAdapter
-from orbit_cli.runs.collect import _finish, collect
+from orbit_cli.runs.collect import _write_parquet, collect
 from orbit_cli.runs.rollout_file import RolloutFile, making
 from orbit_cli.types import AdapterSpec, Prompt
 
@@ -134,7 +135,9 @@ def test_nothing_to_do_starts_no_engine(tmp_path: Path) -> None:
     base = prepare_base(config.model, config.quantization, lambda text: None)
     file = RolloutFile(tmp_path / "w.jsonl", making(config, base, None, "float32"))
     file.append([row for prompt in prompts for row in rows(prompt)])
-    assert collect(config) == {"output": str(target), "prompts": 3, "rows": 0, "skipped": 3}
+    done = collect(config)
+    assert done == {"output": str(target), "rows": 6, "prompts": 3, "new_rows": 0, "new_prompts": 0}
+    assert written_text(done) == f"{target} has 6 rows of 3 prompts: none is new, all were there"
     assert target.is_file() and not (tmp_path / "runs").exists()
     file.path.unlink()
     with pytest.raises(ConfigError, match=r"w\.parquet is there already, and w\.jsonl, .* is not"):
@@ -159,5 +162,18 @@ def test_nothing_is_left_of_a_parquet_file_on_a_full_disk(path: Path, largest_fi
     target = path.with_suffix(".parquet")
     before = sorted(path.parent.iterdir())
     with largest_file(50), pytest.raises(StorageError, match=r"\.parquet cannot be written"):
-        _finish(target)
+        _write_parquet(target)
     assert sorted(path.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ((80, 10, 16, 2), "out.parquet has 80 rows of 10 prompts: 16 rows of 2 prompts are new"),
+        ((80, 10, 80, 10), "out.parquet has 80 rows of 10 prompts"),
+        ((2, 2, 1, 1), "out.parquet has 2 rows of 2 prompts: 1 row of 1 prompt is new"),
+    ],
+)
+def test_rows_and_prompts_new_and_old_are_told_apart(counts: tuple[int, ...], said: str) -> None:
+    names = ("rows", "prompts", "new_rows", "new_prompts")
+    assert written_text({"output": "out.parquet", **dict(zip(names, counts, strict=True))}) == said

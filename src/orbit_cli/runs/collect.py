@@ -32,7 +32,8 @@ from orbit_cli.types import Prompt, Trajectory
 
 
 def collect(config: OrbitConfig) -> dict[str, Any]:
-    """Sample `rollout.collect_prompts` prompts x `rollout.group_size`. Returns what was written.
+    """Sample `rollout.collect_prompts` prompts x `rollout.group_size`. Returns {output, rows, prompts: what the file
+    has, new_rows, new_prompts: what of it was sampled now}.
 
     Without anything left to sample no engine is started and no run folder made. Raises ConfigError, before either, for
     an output that holds something else.
@@ -50,11 +51,9 @@ def collect(config: OrbitConfig) -> dict[str, Any]:
                 base = prepare_base(config.model, config.quantization, check=check_known)
                 done = _file(config, given, base, adapter).complete(prompts)
         todo = [prompt for prompt in prompts if prompt.id not in done]
-        counts = {"prompts": len(prompts), "rows": 0, "skipped": len(prompts) - len(todo)}
         if not todo:
             assert given is not None, "only a file that was there can have everything"
-            _finish(given)
-            return {"output": str(given), **counts}
+            return _finish(given, new_rows=0, new_prompts=0)
         folder = RunFolder.create(config)
         target = given or folder.path / "rollouts.jsonl"
         recorder = Recorder(folder, config)
@@ -69,11 +68,10 @@ def collect(config: OrbitConfig) -> dict[str, Any]:
             if adapter is not None:
                 notify(f"{adapter.name}: {adapter.origin}")
             if done:
-                notify(f"{counts['skipped']} of {len(prompts)} prompts are in {_rows_of(target)} already")
+                notify(f"{len(prompts) - len(todo)} of {len(prompts)} prompts are in {_rows_of(target)} already")
             file = _file(config, target, served.base, adapter)
-            counts["rows"] = _sample(config, served, recorder, todo, adapter, file)
-    _finish(target)
-    return {"output": str(target), **counts}
+            written = _sample(config, served, recorder, todo, adapter, file)
+    return _finish(target, new_rows=written, new_prompts=len(todo))
 
 
 def _prompts(config: OrbitConfig, environment: Environment) -> list[Prompt]:
@@ -150,10 +148,22 @@ def _row(trajectory: Trajectory, prompt: Prompt, adapter: ServedAdapter | None) 
     return row
 
 
-def _finish(target: Path) -> None:
-    """Make the Parquet file from the rows, if that is what was asked for."""
-    if target.suffix != ".parquet":
-        return
+def _finish(target: Path, *, new_rows: int, new_prompts: int) -> dict[str, Any]:
+    """Make the Parquet file from the rows, if that is what was asked for; what `collect` returns."""
+    if target.suffix == ".parquet":
+        _write_parquet(target)
+    with _rows_of(target).open(encoding="utf-8") as lines:
+        prompt_ids = [json.loads(line)["prompt_id"] for line in lines]  # one row in memory at a time
+    return {
+        "output": str(target),
+        "rows": len(prompt_ids),
+        "prompts": len(set(prompt_ids)),
+        "new_rows": new_rows,
+        "new_prompts": new_prompts,
+    }
+
+
+def _write_parquet(target: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
