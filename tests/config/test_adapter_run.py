@@ -131,6 +131,11 @@ def test_a_config_of_another_tool_beside_adapters_is_no_runs(run: Path) -> None:
         ),
         ("some/where/else", "some/where/else does not exist; set it to the folder of a run or of a PEFT adapter"),
         ("run-one/config.yaml", "config.yaml is no folder; set it to .*"),
+        (
+            "run-one/adapters/000002",
+            "000002 does not exist; .*/adapters has 000000, 000003: the versions that were evaluated .* and the last "
+            "one; set it to one of these",
+        ),
         ("empty", "empty is neither a PEFT folder .* nor a run folder .*; set it to .*"),
     ],
 )
@@ -139,6 +144,9 @@ def test_a_folder_that_cannot_be_an_adapters_is_said_first(given: str, sentence:
     (tmp_path / "run-one").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "run-one" / "config.yaml").write_text(to_yaml(compose(OWN)))
+    for version in ("000000", "000003"):
+        (tmp_path / "run-one" / "adapters" / version).mkdir(parents=True)
+        (tmp_path / "run-one" / "adapters" / version / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=f"^run.adapter={tmp_path}/.*{sentence}$"):
         served(tmp_path / given, "evaluation.samples=2")
 

@@ -161,6 +161,12 @@ def _check_folder(given: str, folder: Path) -> None:
     if not folder.is_dir():
         siblings = [path.name for path in folder.parent.glob("*") if path.is_dir()]
         what = "is no folder" if folder.exists() else "does not exist"
+        versions = sorted(path.parent.name for path in folder.parent.glob("*/adapter_config.json"))
+        if folder.parent.name in ADAPTERS and versions:
+            raise ConfigError(
+                f"run.adapter={given} {what}; {folder.parent} has {', '.join(versions)}: the versions that were "
+                "evaluated (evaluation.every) and the last one; set it to one of these"
+            )
         raise ConfigError(f"run.adapter={given} {what}; {remedy}{suggestion(folder.name, siblings)}")
     if any((folder / name).is_file() for name in ("adapter_config.json", "config.yaml")):
         return

@@ -2,7 +2,8 @@
 
 config.yaml     the resolved config           metrics.jsonl   one object per training step, evaluation, publish
 samples.jsonl   samples for people to read    memory.json     peaks by phase
-adapters/       one PEFT folder per version   checkpoints/    what resuming needs
+adapters/       PEFT folders: the evaluated   checkpoints/    what resuming needs, of the newest steps
+                versions and the last
 engine.log      the engine's own log          wandb_id        id of the W&B run, reused on resume
 receipts.json   what was printed at the start report.html     the report; summary.json: its figures
 layers.json     time and memory by layer      status.json     running | finished | failed | interrupted, and the

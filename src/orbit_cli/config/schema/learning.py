@@ -196,7 +196,8 @@ class TrainerConfig:
     checkpoint_every: int = 1
     """Steps between checkpoints: a killed run loses at most these. 0: only the last step is kept."""
     keep_checkpoints: int = 2
-    """Older checkpoints are removed; adapter versions stay."""
+    """Older checkpoints are removed, and with them their adapters. adapters/ keeps, as PEFT folders, every version that
+    was evaluated (evaluation.every) and the last one."""
 
     def __post_init__(self) -> None:
         bounds.at_least(self, "trainer", 1, "steps", "minibatches", "epochs", "micro_batch_tokens")
@@ -358,7 +359,8 @@ class EvaluationConfig:
     max_new_tokens: int | None = None
     """Longest response; null means rollout.max_new_tokens."""
     every: int = 0
-    """Steps between evaluations during training; 0: only before the first and after the last."""
+    """Steps between evaluations during training, each of which also leaves its version in adapters/; 0: only before the
+    first and after the last."""
     pass_k: list[int] = field(default_factory=lambda: [1, 4])
     """k of the unbiased pass@k (2107.03374); each at most evaluation.samples."""
     bootstrap: int = 2000
