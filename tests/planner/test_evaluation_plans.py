@@ -65,6 +65,18 @@ def test_what_is_told_to_be_set_is_the_evaluations_length() -> None:
     assert evaluation(*small, *found.overrides).fits
 
 
+@pytest.mark.parametrize("command", [["plan", "--for=eval"], ["eval"]])
+def test_an_evaluation_of_nothing_is_refused(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a run that was trained without evaluations."""
+    monkeypatch.setattr(sys, "argv", ["orbit", *command, "model=tiny_dense", "evaluation.prompts=0"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert "evaluation.prompts=0 leaves nothing to evaluate; set evaluation.prompts" in capsys.readouterr().err
+
+
 def test_the_command_plans_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def told(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["orbit", "plan", *arguments])

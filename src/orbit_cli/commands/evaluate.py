@@ -14,6 +14,7 @@ def evaluate(overrides: Overrides = None, cfg: Cfg = None) -> None:
     orbit eval model=checkpoint model.path=/models/qwen3-4b environment=math_file environment.path=test.jsonl
     """
     config, said = load_served_config(overrides, cfg)
+    config.check_evaluable()
     from orbit_cli.planner.preflight import preflight
 
     preflight(config, command="eval", overrides=said)

@@ -111,6 +111,8 @@ def _planned(config: OrbitConfig, work: Work) -> Plan:
 
     if work is Work.train:
         config.check_trainable()
+    elif work is Work.eval:
+        config.check_evaluable()
     made = make_plan(config, trains=work is Work.train, evaluates=work is Work.eval)
     check_files(config.model, config_suffices=True)
     return made

@@ -100,6 +100,11 @@ class OrbitConfig:
             return self.model.dtype
         return ComputeDtype.float32 if self.hardware.device is Device.cpu else ComputeDtype.bfloat16
 
+    def check_evaluable(self) -> None:
+        """Refuse an evaluation of nothing, which a run may be trained without. Raises ConfigError."""
+        if self.evaluation.prompts == 0:
+            raise ConfigError("evaluation.prompts=0 leaves nothing to evaluate; set evaluation.prompts, for example 64")
+
     def check_trainable(self) -> None:
         """Refuse what can be sampled from but not trained on. Raises ConfigError."""
         if self.run.adapter is not None:
