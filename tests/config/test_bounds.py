@@ -76,3 +76,17 @@ def test_gpus_are_answered_before_what_follows_from_them() -> None:
 
 def test_an_engine_of_a_machine_without_gpus_is_one_process() -> None:
     assert compose(["model=kimi_k26", "hardware=cpu"]).engine.tensor_parallel == 1
+
+
+@pytest.mark.parametrize(("longest", "zone"), [(8, 2), (16, 4), (2, 1), (20480, 5120)])
+def test_the_zone_of_the_penalty_on_length_fits_the_responses(longest: int, zone: int) -> None:
+    config = compose(["algorithm=dapo", f"rollout.max_new_tokens={longest}"])
+    assert config.overlong_buffer == zone
+    assert compose(["algorithm=dapo", "rollout.max_new_tokens=8", "algorithm.overlong_buffer=3"]).overlong_buffer == 3
+
+
+def test_a_zone_of_the_whole_response_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.overlong_buffer=8 is not shorter .*=8: every response"):
+        compose(["algorithm=dapo", "rollout.max_new_tokens=8", "algorithm.overlong_buffer=8"])
+    with pytest.raises(ConfigError, match=r"overlong_buffer of at least 1 token; null takes a quarter"):
+        compose(["algorithm=dapo", "algorithm.overlong_buffer=0"])

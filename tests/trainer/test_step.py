@@ -9,6 +9,7 @@ import torch
 import torch.multiprocessing as mp
 
 from orbit_cli.config.compose import compose
+from orbit_cli.telemetry.names import unknown
 from orbit_cli.trainer.step import optimise, prepare
 from orbit_cli.types import FinishReason, Trajectory
 
@@ -103,6 +104,18 @@ def test_log_prob_chunk_does_not_matter(make_model):
 def test_equal_rewards_train_nothing(make_model):
     samples = [replace(t, reward=0.1) for t in trajectories()]
     assert float(delta(make_model(), samples, config_for()).abs().max()) == 0.0
+
+
+def test_the_penalty_on_length_is_on_record(make_model):
+    """In the zone of 5 of 20 tokens lies one response, of 20; the grader's reward stays as it was."""
+    config = config_for(**{"algorithm.overlong": "penalty", "rollout.max_new_tokens": 20})
+    samples = trajectories()
+    given = [sample.reward for sample in samples]
+    metrics = optimise(make_model(), torch.optim.SGD([torch.zeros(1)]), prepare(samples, config), config, 0)
+    wanted = [-1.0 if length == 20 else 0.0 for length in LENGTHS]
+    assert [sample.reward_parts["overlong"] for sample in samples] == wanted
+    assert metrics["overlong_penalty_mean"] == sum(wanted) / len(wanted) and not unknown([metrics])
+    assert [sample.reward for sample in samples] == given
 
 
 def test_a_step_raises_the_advantaged(make_model):

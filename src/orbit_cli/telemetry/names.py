@@ -21,6 +21,7 @@ NAMES: dict[str, str] = {
     # reward
     "reward_mean": "mean reward of the step's samples, failed gradings left out",
     "reward_std": "standard deviation of the same",
+    "overlong_penalty_mean": "mean penalty on length (0 to -1) of the samples; it is not in reward_mean",
     "accuracy": "share of samples that are correct (train: of the step; eval: mean over prompts)",
     "response_tokens_mean": "mean length of a response, in tokens that the policy chose",
     "response_tokens_max": "longest response, in the same tokens",
@@ -28,6 +29,7 @@ NAMES: dict[str, str] = {
     "truncated_share": "share of samples that ended at max_new_tokens",
     "groups": "prompts that were trained on",
     "groups_informative": "of these, prompts whose samples do not all have the same reward",
+    "groups_discarded": "prompts that dynamic sampling dropped, their samples all right or all wrong, and replaced",
     "sampling_rounds": "rounds of dynamic sampling",
     "grading_failures": "samples whose grader raised or hung; they leave baseline and loss",
     # optimisation

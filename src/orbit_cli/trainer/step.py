@@ -40,15 +40,24 @@ class Prepared:
     batch: Batch
     groups: list[int]
     trained: int  # samples with a gradient; the others are counted in the divisors and cost nothing
+    metrics: dict[str, float]  # of shaping
 
 
 def prepare(trajectories: Sequence[Trajectory], config: OrbitConfig) -> Prepared:
-    """Rewards to advantages (on whole groups, before anything is split) and trajectories to tensors."""
+    """Rewards to advantages (on whole groups, before anything is split) and trajectories to tensors.
+
+    A penalty on length joins the samples' reward_parts as `overlong`; their reward stays the grader's.
+    """
     algorithm = config.algorithm
+    metrics: dict[str, float] = {}
     rewards = torch.tensor([float("nan") if t.reward is None else t.reward for t in trajectories], dtype=torch.float64)
     if algorithm.overlong is Overlong.penalty:
         lengths = torch.tensor([t.response_tokens for t in trajectories])
-        rewards = rewards + overlong_penalty(lengths, config.rollout.max_new_tokens, algorithm.overlong_buffer)
+        penalty = overlong_penalty(lengths, config.rollout.max_new_tokens, config.overlong_buffer)  # [B]
+        rewards = rewards + penalty
+        for trajectory, part in zip(trajectories, penalty.tolist(), strict=True):
+            trajectory.reward_parts["overlong"] = part
+        metrics["overlong_penalty_mean"] = float(penalty.mean())
     valid = torch.tensor([t.reward is not None and t.response_tokens > 0 for t in trajectories])
     groups = [t.group for t in trajectories]
     advantages = compute_advantages(
@@ -58,7 +67,7 @@ def prepare(trajectories: Sequence[Trajectory], config: OrbitConfig) -> Prepared
     in_loss = [bool(ok) and not (masked and t.truncated) for ok, t in zip(valid, trajectories, strict=True)]
     batch = make_batch(trajectories, advantages, in_loss)
     trained = int(((advantages != 0) & torch.tensor(in_loss)).sum())
-    return Prepared(batch=batch, groups=groups, trained=trained)
+    return Prepared(batch=batch, groups=groups, trained=trained, metrics=metrics)
 
 
 def optimise(
@@ -112,6 +121,7 @@ def optimise(
             norms.append(_clip(model, trainer.max_grad_norm))
             optimizer.step()
     return {
+        **prepared.metrics,
         **_joined(parts),
         "loss": sum(losses) / max(1, len(losses)),
         "loss_divisor_tokens": float(sum(d.tokens for d in divisors)),

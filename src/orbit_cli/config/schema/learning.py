@@ -110,9 +110,11 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, over the full vocabulary at the sampling temperature."""
     overlong: Overlong = Overlong.keep
-    """keep: with its reward; mask: out of the loss, KL and entropy, still in the group's baseline; penalty: DAPO's."""
-    overlong_buffer: int = 0
-    """penalty: length of the soft zone before rollout.max_new_tokens (2503.14476)."""
+    """keep: with its reward; mask: out of the loss, KL and entropy, still in the group's baseline; penalty: DAPO's, 0
+    to -1 over the zone below, added to the reward that advantages are made of (metric overlong_penalty_mean)."""
+    overlong_buffer: int | None = None
+    """penalty: tokens of the soft zone before rollout.max_new_tokens (2503.14476: a fifth of the longest response).
+    null: a quarter of it, rounded down, at least 1."""
     dynamic_sampling: bool = False
     """Drop prompts whose samples are all right or all wrong (raw outcome) and sample others in their place (DAPO)."""
     dynamic_sampling_rounds: int = 4
@@ -129,8 +131,11 @@ class AlgorithmConfig:
             )
         if self.kl is KLPlacement.none and self.kl_coef:
             raise ConfigError(f"algorithm.kl_coef={self.kl_coef} is unused with kl=none; set kl=reward or kl=loss")
-        if self.overlong is Overlong.penalty and self.overlong_buffer < 1:
-            raise ConfigError("algorithm.overlong=penalty needs algorithm.overlong_buffer of at least 1 token")
+        if self.overlong is Overlong.penalty and self.overlong_buffer == 0:
+            raise ConfigError(
+                "algorithm.overlong=penalty needs algorithm.overlong_buffer of at least 1 token; null takes a quarter "
+                "of rollout.max_new_tokens"
+            )
         if not 0 < self.correction_low <= 1 <= self.correction_high:
             raise ConfigError(
                 f"algorithm.correction_low={self.correction_low} and correction_high={self.correction_high} "

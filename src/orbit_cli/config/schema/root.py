@@ -72,13 +72,11 @@ class OrbitConfig:
                 f"rollout.group_size={self.rollout.group_size} gives algorithm.advantage={self.algorithm.advantage} "
                 "no baseline; set rollout.group_size=2 or more"
             )
-        if (
-            self.algorithm.overlong is Overlong.penalty
-            and self.algorithm.overlong_buffer >= self.rollout.max_new_tokens
-        ):
+        if self.algorithm.overlong is Overlong.penalty and self.overlong_buffer >= self.rollout.max_new_tokens:
             raise ConfigError(
-                f"algorithm.overlong_buffer={self.algorithm.overlong_buffer} is not shorter than "
-                f"rollout.max_new_tokens={self.rollout.max_new_tokens}"
+                f"algorithm.overlong_buffer={self.overlong_buffer} is not shorter than "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}: every response would be in the penalty's zone; "
+                "set a shorter zone, more tokens, or algorithm.overlong=keep"
             )
         if self.trainer.minibatches > self.rollout.prompts_per_step:
             raise ConfigError(
@@ -99,6 +97,12 @@ class OrbitConfig:
         if self.model.dtype is not ComputeDtype.auto:
             return self.model.dtype
         return ComputeDtype.float32 if self.hardware.device is Device.cpu else ComputeDtype.bfloat16
+
+    @property
+    def overlong_buffer(self) -> int:
+        """Tokens of the zone before rollout.max_new_tokens in which algorithm.overlong=penalty grows."""
+        own = self.algorithm.overlong_buffer
+        return max(1, self.rollout.max_new_tokens // 4) if own is None else own
 
     def check_evaluable(self) -> None:
         """Refuse an evaluation of nothing, which a run may be trained without. Raises ConfigError."""
