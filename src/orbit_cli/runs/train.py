@@ -129,9 +129,23 @@ def _facts(config: OrbitConfig, served: Serving, model: TrainerModel, frozen: st
         ("base files", f"sha256 {base_checksum(served.base)[:16]}"),
         ("frozen weights", f"{base / 2**20:.1f} MiB in the trainer, sha256 {frozen[:16]}"),
         ("activations", f"{compute_dtype(config)}".removeprefix("torch.")),
-        ("adapter", f"{sum(a.parameters for a in model.adapted):,} float32 parameters, shipped as bfloat16"),
+        ("adapter", shipped_text(model)),
         ("reference policy", "the base with the adapter off"),
     ]
+
+
+def shipped_text(model: TrainerModel) -> str:
+    """What is trained, and what of it goes to the engine: OFT's parameters are the skew halves of whole blocks.
+
+    >>> shipped_text(model)
+    '2,321,280 float32 parameters, shipped as 4,792,320 bfloat16 numbers (9.14 MiB): whole rotations of 32 x 32'
+    """
+    trained = sum(site.parameters for site in model.adapted)
+    shipped = sum(part.compute.numel() for part in model.bank.parts.values())
+    block = model.bank.spec.block_size
+    whole = f": whole rotations of {block} x {block}" if model.bank.spec.kind == "oft" else ""
+    text = f"{trained:,} float32 parameters, shipped as {shipped:,} bfloat16 numbers"
+    return f"{text} ({2 * shipped / 2**20:.2f} MiB){whole}"
 
 
 def _adapted_rows(model: TrainerModel) -> list[AdaptedRow]:

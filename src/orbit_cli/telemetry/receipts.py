@@ -74,6 +74,8 @@ def receipts(
     size = f"block {config.adapter.block_size}" if config.adapter.kind == "oft" else f"rank {config.adapter.rank}"
     correction = a.correction.value if a.correction == "none" else f"{a.correction} up to {a.correction_high:g}"
     targets = [*config.adapter.targets, *(f"experts.{name}" for name in config.adapter.expert_targets)]
+    most = f" per round, up to {a.dynamic_sampling_rounds} rounds (dynamic sampling)"
+    rounds = most if a.dynamic_sampling and a.dynamic_sampling_rounds > 1 else ""
     blocks = {
         "run": [
             ("model", f"{config.model.name}, base frozen in {config.quantization.format}"),
@@ -86,7 +88,7 @@ def receipts(
         ],
         "batch": [
             ("samples per step", f"{r.prompts_per_step} prompts x {r.group_size} samples = {samples}"),
-            ("tokens per step", f"at most {samples} x {r.max_new_tokens} = {samples * r.max_new_tokens} new"),
+            ("tokens per step", f"at most {samples} x {r.max_new_tokens} = {samples * r.max_new_tokens} new{rounds}"),
             ("optimiser steps", f"{t.minibatches} x {t.epochs} per step, {t.steps} steps, {t.learning_rate:g} peak"),
             ("micro-batches", f"up to {t.micro_batch_tokens} tokens; the result does not depend on it"),
             ("loss divisor", f"{a.aggregation}: {_DIVISORS[a.aggregation].format(constant=constant)}"),
