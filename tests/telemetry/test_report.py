@@ -77,6 +77,10 @@ def run(tmp_path: Path) -> tuple[RunFolder, list[dict[str, float]]]:
             "swap_milliseconds": random.random(),
             "grading_failures": 1.0,
             "truncated_share": random.random(),
+            "groups": 8.0,
+            "groups_informative": float(step % 4),
+            "groups_discarded": 2.0,
+            "sampling_rounds": 2.0,
         }
         for step in range(11)
     ]
@@ -119,6 +123,8 @@ def test_figures_against_the_rows(run: tuple[RunFolder, list[dict[str, float]]])
     assert found["eval_before"]["accuracy"] == 0.25 and found["eval_after"]["accuracy"] == 0.75
     assert found["eval_after"]["low"] == pytest.approx(0.7) and found["eval_after"]["pass@4"] == 0.9
     assert found["grading_failures"] == 11
+    assert found["groups_informative_share"] == pytest.approx(sum(step % 4 for step in range(11)) / (11 * 10))
+    assert found["groups_discarded"] == 22 and found["sampling_rounds"] == 2.0
     train = [row for row in read_rows(folder.metrics) if row["kind"] == "train"]
     assert found["phase_seconds"]["sync"] == pytest.approx(fmean(row["sync_seconds"] for row in train))
     assert sum(found["phase_seconds"].values()) == pytest.approx(found["step_seconds"])
@@ -147,6 +153,26 @@ def test_summary_text_says_what_came_out(run: tuple[RunFolder, list[dict[str, fl
     assert re.search(r"s per step \(rollout [\d.]+, train [\d.]+, sync [\d.]+\)", text)
     assert re.search(r"truncated +\d+% -> \d+% of the responses ended at rollout.max_new_tokens", text)
     assert f"orbit eval run.adapter={run[0].path}" in text
+
+
+def test_a_run_without_a_difference_in_reward_is_said_to_have_learned_nothing(tmp_path: Path) -> None:
+    config = compose([f"run.root={tmp_path}", "trainer.steps=2", "logging.console=plain"])
+    folder = RunFolder.create(config)
+    row = {"reward_mean": 0.125, "groups": 4.0, "groups_informative": 0.0, "trained_samples": 0.0}
+    with folder.running(), Recorder(folder, config) as recorder:
+        recorder.open(0)
+        for step in (1, 2):
+            recorder.step(step, row, [trajectory(0)])
+    found = figures(folder.path)
+    assert found["groups_informative_share"] == 0.0
+    said = summary_text(found)
+    assert re.search(
+        r"learned +nothing from the rewards: .*\(mean reward 0\.125\); look at environment .*max_new_tokens", said
+    )
+    assert "groups        0% of the groups had samples of unequal reward" in said
+    assert "groups to learn from" in write_report(folder.path).read_text()
+    for other in ({"groups_informative_share": 0.25}, {"trained_samples": 3}, {"groups_informative_share": None}):
+        assert "nothing from the rewards" not in summary_text(found | other)
 
 
 class Page(HTMLParser):
@@ -287,7 +313,9 @@ def test_receipts_count_the_batch(tmp_path: Path) -> None:
     made = receipts(config, run=tmp_path, adapted=rows, facts=[("base files", "sha256 abc")])
     text = "\n".join(made.lines())
     assert "6 prompts x 5 samples = 30" in text and "30 x 7 = 210 new" in text
-    assert "constant: samples of the optimiser step x 7" in text
+    assert "constant: samples of the optimiser step x 7" in text and "per round" not in text
+    dynamic = receipts(compose([*batch, "algorithm=dapo"]), run=tmp_path, adapted=rows, facts=[])
+    assert "30 x 7 = 210 new per round, up to 4 rounds (dynamic sampling)" in "\n".join(dynamic.lines())
     assert "adapted tensors (1,234 parameters)" in text and "sha256 abc" in text
     made.save(tmp_path / "receipts.json")
     assert Receipts.load(tmp_path / "receipts.json") == made

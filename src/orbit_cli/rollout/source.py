@@ -47,7 +47,7 @@ class RolloutSource:
         rounds = algorithm.dynamic_sampling_rounds if algorithm.dynamic_sampling else 1
         kept: list[Trajectory] = []
         sampled: list[Trajectory] = []
-        groups = 0
+        groups = tried = 0
         for round_number in range(rounds):
             wanted = rollout.prompts_per_step - groups
             fresh = self._generator.sample(
@@ -60,13 +60,18 @@ class RolloutSource:
                 on_turn=self._on_turn,
             )
             cursor += wanted
+            tried += wanted
             sampled += fresh
             chosen = fresh if round_number + 1 == rounds else _informative(fresh)
             groups += _renumber(chosen, groups)
             kept += chosen
             if groups == rollout.prompts_per_step:
                 break
-        return SampledBatch(trajectories=kept, cursor=cursor, metrics=_metrics(kept, sampled, round_number + 1))
+        metrics = _metrics(kept, sampled) | {
+            "sampling_rounds": float(round_number + 1),
+            "groups_discarded": float(tried - groups),
+        }
+        return SampledBatch(trajectories=kept, cursor=cursor, metrics=metrics)
 
     def evaluate(self, version: int | None) -> EvalResult:
         """Evaluate `version` (None: the base) on the held-out prompts."""
@@ -93,7 +98,7 @@ def _renumber(trajectories: list[Trajectory], first: int) -> int:
     return len(numbers)
 
 
-def _metrics(kept: list[Trajectory], sampled: list[Trajectory], rounds: int) -> dict[str, float]:
+def _metrics(kept: list[Trajectory], sampled: list[Trajectory]) -> dict[str, float]:
     """Rewards are those of everything sampled: the mean over kept groups alone would look better than the policy is."""
     rewards = torch.tensor([t.reward for t in sampled if t.reward is not None], dtype=torch.float64)
     graded = [t for t in sampled if t.correct is not None]
@@ -106,7 +111,6 @@ def _metrics(kept: list[Trajectory], sampled: list[Trajectory], rounds: int) -> 
         "truncated_share": sum(t.truncated for t in sampled) / len(sampled),
         "groups": float(len(groups)),
         "groups_informative": float(len(varied)),
-        "sampling_rounds": float(rounds),
         "samples": float(len(sampled)),
         "grading_failures": float(sum(t.reward is None for t in sampled)),
         "rollout_tokens": float(sum(lengths)),

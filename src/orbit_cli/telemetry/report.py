@@ -24,6 +24,10 @@ def figures(run: Path) -> dict[str, Any]:
     - run, status, steps: folder, how it stands (a process that died without a word is "killed"), finished steps
     - error: what a failed run failed with
     - reward_first_fifth, reward_last_fifth: mean of reward_mean over the first and last fifth of the steps
+    - reward_mean: mean of reward_mean over all steps
+    - groups_informative_share: of all groups that were sampled, discarded ones included, the share whose samples do not
+      all have the same reward: only these teach something; trained_samples: samples with a gradient, over the run
+    - groups_discarded: groups that dynamic sampling dropped, over the run; sampling_rounds: its rounds per step, mean
     - eval_before, eval_after: {step, accuracy, low, high, pass@k...} of the first and the last evaluation
     - logprob_gap_mean: mean over steps of the mean |log-prob gap|; logprob_gap_max_step: the largest step's mean
     - tokens_per_second: sampled tokens per second of rollout, over the run; train_tokens_per_second likewise
@@ -53,6 +57,11 @@ def figures(run: Path) -> dict[str, Any]:
         "checkpoint": str(checkpoint) if checkpoint is not None else None,
         "reward_first_fifth": _mean(values(train[:fifth], "reward_mean")),
         "reward_last_fifth": _mean(values(train[-fifth:], "reward_mean")),
+        "reward_mean": _mean(values(train, "reward_mean")),
+        "groups_informative_share": _informative_share(train),
+        "trained_samples": int(sum(values(train, "trained_samples"))),
+        "groups_discarded": int(sum(values(train, "groups_discarded"))),
+        "sampling_rounds": _mean(values(train, "sampling_rounds")),
         "eval_before": _evaluation(evals[0]) if evals else None,
         "eval_after": _evaluation(evals[-1]) if len(evals) > 1 else None,
         "logprob_gap_mean": _mean(gaps),
@@ -90,6 +99,7 @@ def summary_text(found: dict[str, Any]) -> str:
             "reward",
             _change(found["reward_first_fifth"], found["reward_last_fifth"], "first and last fifth of the steps"),
         ),
+        ("groups", _groups(found)),
         ("held out", _held_out(found["eval_before"], found["eval_after"])),
         *_passes(found["eval_before"], found["eval_after"]),
         ("log-prob gap", _gap(found)),
@@ -103,6 +113,7 @@ def summary_text(found: dict[str, Any]) -> str:
         ("report", found["report"]),
     ]
     lines += zip(("next", "or"), _next(found), strict=False)
+    lines.append(("learned", _nothing_learned(found)))
     return "\n".join(f"{label:<13} {text}" for label, text in lines if text)
 
 
@@ -170,6 +181,31 @@ def _change(before: float | None, after: float | None, what: str) -> str | None:
     if before is None or after is None:
         return None
     return f"{before:.3f} -> {after:.3f}  ({after - before:+.3f}; {what})"
+
+
+def _informative_share(train: list[dict[str, Any]]) -> float | None:
+    groups = sum(values(train, "groups")) + sum(values(train, "groups_discarded"))
+    return sum(values(train, "groups_informative")) / groups if groups else None
+
+
+def _groups(found: dict[str, Any]) -> str | None:
+    if found["groups_informative_share"] is None:
+        return None
+    text = f"{100 * found['groups_informative_share']:.0f}% of the groups had samples of unequal reward to learn from"
+    if not found["groups_discarded"]:
+        return text
+    return f"{text}; {found['groups_discarded']} discarded, {found['sampling_rounds']:.1f} rounds of sampling per step"
+
+
+def _nothing_learned(found: dict[str, Any]) -> str | None:
+    """One sentence where rewards gave no direction to a whole run (a penalty on length may have: trained_samples)."""
+    if found["groups_informative_share"] != 0 or found["trained_samples"] or found["reward_mean"] is None:
+        return None
+    return (
+        "nothing from the rewards: in each group of samples all had the same one (mean reward "
+        f"{found['reward_mean']:.3f}); look at environment (can this model be right at times, and wrong at times?) and "
+        "at rollout.max_new_tokens (does an answer fit?)"
+    )
 
 
 def _held_out(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str | None:

@@ -65,6 +65,7 @@ def _tiles(f: dict[str, Any]) -> str:
     before, after = f["eval_before"] or {}, f["eval_after"] or {}
     tiles = [
         _tile("reward, first to last fifth", f["reward_first_fifth"], f["reward_last_fifth"]),
+        _fact("groups to learn from", f["groups_informative_share"], "share whose samples differ in reward"),
         _tile("held-out accuracy", before.get("accuracy"), after.get("accuracy"), _interval(after or before)),
         _tile("pass@1", before.get("pass@1"), after.get("pass@1")),
         _tile("pass@4", before.get("pass@4"), after.get("pass@4")),
