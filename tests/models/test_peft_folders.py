@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import EXPERTS, build, random_model, spec_for, write_checkpoint
 
 from orbit_cli.adapters.peft_io import export_peft, load_peft, read_peft
+from orbit_cli.config.schema.base import NumberFormat
 from orbit_cli.errors import CheckpointError
 from orbit_cli.types import AdapterSpec
 
@@ -72,6 +73,29 @@ def test_peft_folds_our_lora_experts_into_its_own(tmp_path):
     wanted = logits(peft.PeftModel.from_pretrained(reference, folder))
     assert relative(wanted, base) > 0.02
     assert relative(logits(model.module), wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("number_format", [NumberFormat.int4, NumberFormat.bf16])
+@pytest.mark.parametrize("kind", ["oft", "lora"])
+def test_the_readme_loads_what_it_stands_beside(kind, number_format, tmp_path, monkeypatch):
+    """Its lines as they are, run in its folder: the function of the base with the adapter, and text comes out."""
+    reference = write_checkpoint(tmp_path / "base", random_model("llama"), number_format)
+    model = build(tmp_path / "base", spec_for("llama", kind, experts=False), scale=0.05)
+    packed = number_format is not NumberFormat.bf16
+    folder = export_peft(
+        model.bank, tmp_path / "adapter", base_model=str(tmp_path / "base"), packed=packed, origin="Made of smoke."
+    )
+    text = (folder / "README.md").read_text()
+    assert text.startswith(f"# {'OFT' if kind == 'oft' else 'LoRA'} adapter") and "\nMade of smoke.\n" in text
+    names = {}
+    monkeypatch.chdir(folder)
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    loaded = names["model"].float().eval()
+    base = logits(reference)
+    wanted = logits(peft.PeftModel.from_pretrained(reference, folder))
+    assert relative(wanted, base) > 0.02
+    assert relative(logits(loaded), wanted) < 0.1 * relative(wanted, base)  # its dtype may be bfloat16
+    assert loaded.generate(input_ids=IDS[:1], max_new_tokens=3).shape == (1, IDS.shape[1] + 3)
 
 
 @pytest.mark.parametrize("kind", ["oft", "lora"])

@@ -141,6 +141,7 @@ def write_checkpoint(folder: Path, model: nn.Module, number_format: NumberFormat
         section = {
             "quant_method": "compressed-tensors",
             "format": scheme["format"],
+            "quantization_status": "compressed",
             "config_groups": {"group_0": group},
         }
         config["quantization_config"] = section | {"ignore": ["lm_head"]}

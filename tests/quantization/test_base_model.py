@@ -1,6 +1,7 @@
 """The base of a run: made once, cached by content, shared by processes; and random models as engines read them."""
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 from made_up_checkpoints import moe_tensors, write_checkpoint
 
+from orbit_cli.config.compose import compose
 from orbit_cli.config.schema.base import ModelConfig, ModelSource, NumberFormat, QuantizationConfig
 from orbit_cli.errors import ConfigError
-from orbit_cli.quantization.base_model import base_checksum, prepare_base
+from orbit_cli.quantization.base_model import base_checksum, base_origin, prepare_base
 from orbit_cli.quantization.checkpoint import CheckpointReader
 from orbit_cli.quantization.convert import quantize_checkpoint
 from orbit_cli.quantization.tensor import QuantizedTensor
@@ -156,3 +158,29 @@ def test_two_processes_at_once(tmp_path):
     assert [run.returncode for run in runs] == [0, 0], ends
     assert ends[0][0] == ends[1][0]
     assert sum("first use" in err for _, err in ends) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"format": NumberFormat.mxfp4, "targets": ["experts"], "ignore": ["lm_head", r"re:.*layers\.0\..*"]}],
+)
+def test_the_command_of_its_origin_makes_the_same_base(tmp_path, settings):
+    write_checkpoint(tmp_path / "source", moe_tensors())
+    model = ModelConfig(name="mine", source=ModelSource.checkpoint, path=str(tmp_path / "source"))
+    quantization = QuantizationConfig(cache_dir=str(tmp_path / "cache"), **settings)
+    base = prepare_base(model, quantization, silent)
+    command = shlex.split(base_origin(model, quantization, base).split("`")[1])
+    assert command[:4] == ["orbit", "quantize", str(tmp_path / "source"), base.name]
+    quantize_checkpoint(tmp_path / "source", tmp_path / "again", compose(command[4:]).quantization)
+    assert base_checksum(tmp_path / "again") == base_checksum(base)
+
+
+def test_the_origin_of_what_no_command_makes(tmp_path):
+    write_checkpoint(tmp_path / "source", moe_tensors())
+    model = ModelConfig(name="mine", source=ModelSource.checkpoint, path=str(tmp_path / "source"))
+    plain = QuantizationConfig(format=NumberFormat.bf16, cache_dir=str(tmp_path / "cache"))
+    assert base_origin(model, plain, prepare_base(model, plain, silent)).endswith("source, used as it is.")
+    assert "random weights" in base_origin(random_model("qwen3"), int4(tmp_path), tmp_path / "qwen3-int4-x")
+    shipped = ModelConfig(name="smollm2", source=ModelSource.smollm2)
+    said = base_origin(shipped, int4(tmp_path), tmp_path / "smollm2-int4-x")
+    assert "`orbit quantize smollm2 smollm2-int4-x quantization.format=int4`" in said

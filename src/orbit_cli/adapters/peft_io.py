@@ -35,6 +35,7 @@ from orbit_cli.types import AdapterSpec
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+KINDS = {"oft": "OFT", "lora": "LoRA"}  # for people
 PEFT_VERSION = "0.21.2"  # whose conventions are written: Cayley-Neumann as of 0.18
 SUFFIXES = {"oft_R.weight": "oft_skew", "lora_A.weight": "lora_A", "lora_B.weight": "lora_B"}
 REFUSED = {
@@ -90,10 +91,11 @@ class PeftFolder:
     tensors: dict[str, Tensor]
 
 
-def export_peft(bank: AdapterBank, folder: Path, *, base_model: str) -> Path:
+def export_peft(bank: AdapterBank, folder: Path, *, base_model: str, packed: bool = False, origin: str = "") -> Path:
     """Write the bank's masters as a PEFT folder, complete or not at all; an older folder of that name is replaced.
 
-    base_model: what PEFT should load under it (a path or hub name). Returns the folder.
+    base_model: what PEFT should load under it (a path or hub name); packed: whether its linears are stored quantised;
+    origin: a line for people on where that base comes from. Returns the folder.
     """
     folder = Path(folder)
     partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
@@ -108,7 +110,7 @@ def export_peft(bank: AdapterBank, folder: Path, *, base_model: str) -> Path:
         with writing(folder):
             save_file(tensors, partial / TENSORS_FILE, metadata={"format": "pt"})
             (partial / CONFIG_FILE).write_text(json.dumps(_peft_config(bank, base_model), indent=2) + "\n")
-            (partial / "README.md").write_text(_readme(bank.spec, os.fspath(base_model)))
+            (partial / "README.md").write_text(_readme(bank.spec, os.fspath(base_model), packed, origin))
             sync_files(partial)
             replace_folder(partial, folder)
     finally:
@@ -156,19 +158,30 @@ def _peft_config(bank: AdapterBank, base_model: str) -> dict:
     return config
 
 
-def _readme(spec: AdapterSpec, base_model: str) -> str:
+def _readme(spec: AdapterSpec, base_model: str, packed: bool, origin: str) -> str:
     """What a person who finds the folder needs to know: how to load it, and where PEFT cannot."""
+    classes, arguments = "AutoModelForCausalLM", repr(base_model)
+    if packed:  # a packed linear has no `weight`, and PEFT multiplies by it
+        classes += ", CompressedTensorsConfig"
+        arguments += ", quantization_config=CompressedTensorsConfig(run_compressed=False)"
     lines = [
-        f"# {spec.kind.upper()} adapter in PEFT's format\n",
+        f"# {KINDS[spec.kind]} adapter in PEFT's format\n",
         "```python",
         "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
+        f"from transformers import {classes}",
         "",
-        f"base = AutoModelForCausalLM.from_pretrained({base_model!r})",
-        "model = PeftModel.from_pretrained(base, FOLDER)  # this folder",
+        f"base = AutoModelForCausalLM.from_pretrained({arguments})",
+        'model = PeftModel.from_pretrained(base, ".")  # this folder',
         "```\n",
         "Weights are the float32 masters; training and serving multiply by them rounded to BF16.\n",
     ]
+    if packed:
+        lines.append(
+            "The base is stored quantised (transformers reads it with the package compressed-tensors). PEFT needs its "
+            "linears unpacked, which run_compressed=False does: the values are the same, at BF16's memory.\n"
+        )
+    if origin:
+        lines.append(f"{origin}\n")
     if spec.expert_targets:
         lines.append(
             "Routed experts are stored one by one, `...mlp.experts.5.gate_proj...`. SGLang reads it. PEFT 0.21 "

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from orbit_cli.quantization.gguf import shipped_smollm2
 from orbit_cli.quantization.identity import base_checksum, settings_identity, source_identity
 from orbit_cli.quantization.random_model import RANDOM_VERSION, write_random_checkpoint
 
-__all__ = ["base_checksum", "prepare_base"]
+__all__ = ["base_checksum", "base_origin", "prepare_base"]
 
 
 def prepare_base(
@@ -55,6 +57,32 @@ def prepare_base(
         if not base.exists():
             _make(model, quantization, base, notify)
     return base
+
+
+def base_origin(model: ModelConfig, quantization: QuantizationConfig, base: Path) -> str:
+    """A line for people who have not this machine's cache: where the base that `prepare_base` gave comes from."""
+    if model.source is ModelSource.random:
+        return (
+            f"The base has random weights: `orbit` makes {base.name} again from the run's config.yaml, on any machine."
+        )
+    published = f" (published as {model.repository})" if model.repository else ""
+    if model.source is ModelSource.checkpoint and base == CheckpointReader(model.path).path:
+        return f"The base is the checkpoint {base}{published}, used as it is."
+    source = "smollm2" if model.source is ModelSource.smollm2 else str(Path(model.path).expanduser())
+    command = shlex.join(["orbit", "quantize", source, base.name, *_settings(quantization)])
+    return f"Elsewhere, make the base with `{command}`{published} and name that folder above."
+
+
+def _settings(quantization: QuantizationConfig) -> list[str]:
+    """Overrides of what decides the base's bytes; lists only where they are not the default."""
+    default = QuantizationConfig()
+    found = [f"quantization.format={quantization.format.value}"]
+    for name in ("targets", "ignore"):
+        values = getattr(quantization, name)
+        if values != getattr(default, name):
+            plain = (value if re.fullmatch(r"[\w.]+", value) else f'"{value}"' for value in values)
+            found.append(f"quantization.{name}=[{','.join(plain)}]")
+    return found
 
 
 def _check_cached(base: Path, check: Callable[[CheckpointReader], None]) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from orbit_cli.adapters.peft_io import export_peft
+from orbit_cli.config.schema.base import NumberFormat
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.errors import ParityError, StorageError, ToldInterrupt
 from orbit_cli.models.build import TrainerModel
 from orbit_cli.planner.measured import planned_peaks
+from orbit_cli.quantization.base_model import base_origin
+from orbit_cli.quantization.checkpoint import CheckpointReader
 from orbit_cli.quantization.identity import base_checksum
 from orbit_cli.rollout.source import RolloutSource
 from orbit_cli.runs.assembly import Serving, check_device, compute_dtype, probe_tokens, serving
@@ -107,6 +110,12 @@ def _session(
         optimizer.load_state_dict(moments)
         recorder.notify(f"resuming after step {state.step} of {config.trainer.steps}")
     recorder.open(state.step, state.wandb_id)
+    packed = CheckpointReader(served.base).format is not NumberFormat.bf16
+    origin = base_origin(config.model, config.quantization, served.base)
+
+    def export(version: int) -> None:
+        export_peft(model.bank, folder.adapter(version), base_model=str(served.base), packed=packed, origin=origin)
+
     return Session(
         config=config,
         state=state,
@@ -116,7 +125,7 @@ def _session(
         source=RolloutSource(served.engine, served.environment, served.generator, config, recorder.turn),
         publisher=Publisher(served.engine, model, probe_tokens(config, served), config.sync, tolerance(config)),
         recorder=recorder,
-        export=lambda version: export_peft(model.bank, folder.adapter(version), base_model=str(served.base)),
+        export=export,
         stop=stop,
     )
 
