@@ -99,5 +99,8 @@ def test_summary_leaves_ungraded_samples_out():
 def test_a_summary_of_nothing_is_refused():
     with pytest.raises(ValueError, match="none of the samples"):
         summarise([[None]], [[None]], [1], seed=0)
-    with pytest.raises(ValueError, match="pass@2"):
-        summarise([[True, None]], [["1", None]], [2], seed=0)
+
+
+def test_a_k_that_no_prompt_has_enough_graded_samples_for_is_left_out():
+    outcomes = summarise([[True, None], [False, None]], [["1", None], ["2", None]], pass_k=[1, 2], seed=0)
+    assert list(outcomes.pass_at) == [1] and outcomes.pass_at[1].mean == 0.5 and outcomes.ungraded == 2

@@ -35,3 +35,12 @@ def test_multirun_gives_a_folder_each_and_a_table(orbit):
     runs = [path for path in orbit.root.glob("sweep-*/*/*/metrics.jsonl")]
     assert len(runs) == 2
     assert all(f"adapter={kind}" in text for kind in ("oft", "lora"))
+
+
+def test_a_conversation_that_is_cut_off_is_an_unsolved_task(orbit, tmp_path):
+    """The first guess of this random model never ends by itself: no reward of the environment, and no failure."""
+    target = tmp_path / "games.jsonl"
+    sizes = ["rollout.collect_prompts=2", "rollout.group_size=2", "rollout.max_new_tokens=4", f"run.output={target}"]
+    orbit.run("rollout", "recipe=smoke_dense_oft", "environment=guess_number", *sizes)
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [(r["reward"], r["finish_reason"], r["error"]) for r in rows] == [(0.0, "length", None)] * 4

@@ -204,6 +204,18 @@ def test_resuming_says_what_it_starts_from(tmp_path: Path) -> None:
     assert told and "starts again at step 1, and the rows of the 4 steps on record are dropped" in told
 
 
+def test_resume_auto_names_the_run_it_goes_on_with_and_one_of_another_name(tmp_path: Path) -> None:
+    killed = RunFolder.create(config(tmp_path, "run.name=a"))
+    killed.set_status(RunState.interrupted)
+    killed.engine_log.write_text("started")
+    auto = config(tmp_path, "run.resume=auto", "run.name=a")
+    assert RunFolder.resume(auto) == killed
+    assert resume_note(auto, killed) == f"going on in {killed.path}, which was stopped before its first step"
+    named = config(tmp_path, "run.resume=auto", "run.name=b")  # as a recipe may name it
+    told = resume_note(named, RunFolder.resume(named))
+    assert told and f"(go on with one of another name, a, by run.resume={killed.path})" in told
+
+
 def test_a_run_that_goes_back_keeps_no_newer_adapter_as_its_own(tmp_path: Path) -> None:
     """Without checkpoints it starts again: what its first life exported is not what it ends with."""
     folder = RunFolder.create(config(tmp_path, "logging.console=plain"))

@@ -111,10 +111,11 @@ def summarise(
     Args:
         correct: [P][n] outcome of each sample of each prompt, None where it could not be graded.
         answers: [P][n] extracted answers, for maj@k.
-        pass_k: ks of pass@k; a prompt with fewer graded samples than k is left out of that k.
+        pass_k: ks of pass@k; a prompt with fewer graded samples than k is left out of that k, and a k for which none is
+            left out of the result.
 
     Raises:
-        ValueError: no sample could be graded, or no prompt has k graded samples.
+        ValueError: no sample could be graded.
     """
     graded = [
         [(c, a) for c, a in zip(row, row_answers, strict=True) if c is not None]
@@ -127,9 +128,8 @@ def summarise(
     passes = {}
     for k in pass_k:
         values = [pass_at_k(n, c, k) for n, c in counts if n >= k]
-        if not values:
-            raise ValueError(f"no prompt has the {k} graded samples that pass@{k} needs")
-        passes[k] = bootstrap_interval(values, seed, resamples)
+        if values:
+            passes[k] = bootstrap_interval(values, seed, resamples)
     return Outcomes(
         accuracy=bootstrap_interval([c / n for n, c in counts], seed, resamples),
         pass_at=passes,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from orbit_cli.engine.protocol import RolloutEngine
 from orbit_cli.environments.protocol import Environment, Step
 from orbit_cli.errors import ConfigError
+from orbit_cli.rewards.grade import Grade
 from orbit_cli.rollout.chat import Chat
 from orbit_cli.rollout.seeds import sample_seed
 from orbit_cli.types import FinishReason, Prompt, SampleRequest, SamplingParams, Trajectory
@@ -155,6 +156,8 @@ class Generator:
 
     def _close(self, c: _Conversation) -> Trajectory:
         grade = c.step.grade if c.step is not None else None
+        if grade is None and c.finish is FinishReason.length:
+            grade = Grade(reward=0.0, correct=False)  # cut off before its last turn: a task that was not solved
         unfinished = "the conversation ended before the environment gave a reward"
         return Trajectory(
             prompt_id=c.prompt.id,

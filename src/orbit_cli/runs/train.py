@@ -21,7 +21,7 @@ from orbit_cli.telemetry.metrics import read_rows
 from orbit_cli.telemetry.receipts import AdaptedRow
 from orbit_cli.telemetry.recorder import Recorder
 from orbit_cli.telemetry.report import figures, write_report
-from orbit_cli.telemetry.run_folder import RunFolder, find_finished
+from orbit_cli.telemetry.run_folder import RunFolder, find_finished, find_resumable
 from orbit_cli.trainer.checkpoint import TrainState, list_checkpoints, load_checkpoint
 from orbit_cli.trainer.interrupt import StopRequest
 from orbit_cli.trainer.layer_meter import LayerMeter
@@ -86,8 +86,13 @@ def resume_note(config: OrbitConfig, folder: RunFolder) -> str | None:
         )
     if config.run.resume != "auto":
         return None
+    if folder.engine_log.exists():
+        return f"going on in {folder.path}, which was stopped before its first step"
     named = f" and run.name={config.run.name}" if config.run.name else ""
     new = f"run.resume=auto: no unfinished run of this config{named} below {config.run.root}; this is a new run"
+    other = find_resumable(config, any_name=True)
+    if other not in (None, folder):
+        return f"{new} (go on with one of another name, {other.path.name}, by run.resume={other.path})"
     finished = find_finished(config)
     if finished is None:
         return new

@@ -5,6 +5,7 @@ Shows what it is given; it writes no file and decides nothing.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -34,6 +35,16 @@ COLUMNS = (
 )
 
 
+class _RunOutput(Console):
+    """A console that falls silent when whoever reads it stops reading (`orbit train | head`): the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        with contextlib.suppress(SystemExit):  # rich's way: quiet from here on, and the end of the process
+            super().on_broken_pipe()
+        with contextlib.suppress(OSError):
+            print("orbit: the output was closed; the run goes on, and its folder says how it stands", file=sys.stderr)
+
+
 class RunConsole:
     """Shows one run. Use as a context manager, so that the terminal is given back whatever happens.
 
@@ -45,7 +56,7 @@ class RunConsole:
 
     def __init__(self, mode: ConsoleMode, total_steps: int, *, stream: TextIO | None = None) -> None:
         # soft_wrap: a line is a line, so that paths can be copied and logs searched.
-        self._out = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._out = _RunOutput(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._rich = mode is ConsoleMode.rich or (mode is ConsoleMode.auto and self._out.is_terminal)
         self._total, self._done = total_steps, 0
         self._paces: list[float] = []  # seconds of each step

@@ -38,7 +38,8 @@ NAMES: dict[str, str] = {
     "loss_divisor_sequences": "sequences that the loss is divided by, over the whole step",
     "trained_samples": "samples with a gradient",
     "trained_tokens": "policy tokens with a gradient",
-    "computed_tokens": "tokens (prompt and response) of the samples with a gradient, once per epoch",
+    "computed_tokens": "tokens of the samples with a gradient, each counted with its prompt, though samples of a group "
+    "share its computation; once per epoch",
     "grad_norm": "norm of the adapter's gradient before clipping",
     "learning_rate": "learning rate of the step",
     "entropy": "mean entropy of the policy over the full vocabulary, at the sampling temperature, in nats",

@@ -312,13 +312,13 @@ class RunFolder:
             raise UserError(f"{self._status} is damaged ({error!r}); remove it") from error
 
 
-def find_resumable(config: OrbitConfig) -> RunFolder | None:
+def find_resumable(config: OrbitConfig, *, any_name: bool = False) -> RunFolder | None:
     """For run.resume=auto: the newest unfinished run below run.root with the same config (the run section apart),
-    of run.name where that is set.
+    of run.name where that is set, unless `any_name` will do.
 
     A run whose process is still alive is not taken.
     """
-    return _newest(config, lambda status: status.state is not RunState.finished and not status.alive)
+    return _newest(config, lambda s: s.state is not RunState.finished and not s.alive, any_name=any_name)
 
 
 def find_finished(config: OrbitConfig) -> RunFolder | None:
@@ -326,7 +326,9 @@ def find_finished(config: OrbitConfig) -> RunFolder | None:
     return _newest(config, lambda status: status.state is RunState.finished, fewer_steps=True)
 
 
-def _newest(config: OrbitConfig, fits: Callable[[RunStatus], bool], *, fewer_steps: bool = False) -> RunFolder | None:
+def _newest(
+    config: OrbitConfig, fits: Callable[[RunStatus], bool], *, fewer_steps: bool = False, any_name: bool = False
+) -> RunFolder | None:
     """The newest run below run.root of the same config and, where it is set, run.name whose status `fits`."""
     wanted = _comparable(config)
     steps = wanted["trainer"]["steps"]
@@ -341,7 +343,7 @@ def _newest(config: OrbitConfig, fits: Callable[[RunStatus], bool], *, fewer_ste
             plain = _comparable(own)
         except UserError:  # a damaged run, or one of an older schema, cannot be gone on with unseen
             continue
-        if config.run.name not in (None, own.run.name, folder.path.name):
+        if not any_name and config.run.name not in (None, own.run.name, folder.path.name):
             continue
         if fewer_steps and plain["trainer"]["steps"] < steps:
             plain["trainer"]["steps"] = steps
