@@ -54,6 +54,21 @@ class Stale(Engine):
         return self.served
 
 
+class Rounding(Stale):
+    """Scores as the trainer does with `factor` times its adapter's movement, plus an error that is never the same."""
+
+    def __init__(self, model, error: float, factor: float) -> None:
+        super().__init__(model, error)
+        self.factor, self.noise = factor, torch.Generator().manual_seed(4)
+
+    def score(self, token_ids, version):
+        base = trainer_scores(self.model, token_ids, adapter=False)
+        moved_by = trainer_scores(self.model, token_ids, adapter=version is not None) - base
+        scores = base + self.factor * moved_by
+        scores += self.error * torch.randn(len(scores), generator=self.noise, dtype=torch.float64)
+        return scores.view(len(token_ids), -1).tolist()
+
+
 def check_base(model, overrides: list[str], error: float, first: float = 0.0):
     config = compose(overrides)
     return Publisher(Engine(model, error, first), model, TOKENS, config.sync, tolerance(config)).check_base()
@@ -112,6 +127,31 @@ def test_a_version_that_never_took_effect_is_seen_below_the_gap(make_model, over
     assert not overrides or moved(before, after) < 2 * error
     with pytest.raises(ParityError, match="version 1 never took effect"):
         publisher.publish(1)
+
+
+@pytest.mark.parametrize(("factor", "sound"), [(1.0, True), (0.0, False), (-1.0, False), (0.3, False), (3.0, False)])
+def test_an_adapter_that_acts_otherwise_in_the_engine_is_seen_within_the_limit_of_the_gap(make_model, factor, sound):
+    """Missing, reversed, weaker, stronger: in bfloat16 the gap alone would let all of them pass."""
+    model, config = make_model(scale=0.0), compose(["hardware=h200x1"])
+    model.bank.randomize(seed=1, scale=0.05)
+    moves = moved(*(trainer_scores(model, TOKENS, adapter=adapter) for adapter in (False, True)))
+    publisher = Publisher(Rounding(model, moves / 20, factor), model, TOKENS, config.sync, tolerance(config))
+    assert abs(factor - 1) * moves < tolerance(config).limit
+    publisher.check_base()
+    if sound:
+        assert publisher.publish(0)["probe_effect"] == pytest.approx(1.0, abs=0.1)
+        return
+    with pytest.raises(ParityError, match=r"version 0 does not do in the engine .* show -?\d+%"):
+        publisher.publish(0)
+
+
+def test_what_moves_less_than_rounding_does_is_not_compared(make_model) -> None:
+    model, config = make_model(scale=0.0), compose(["hardware=h200x1"])
+    model.bank.randomize(seed=1, scale=0.05)
+    moves = moved(*(trainer_scores(model, TOKENS, adapter=adapter) for adapter in (False, True)))
+    publisher = Publisher(Rounding(model, moves, 0.0), model, TOKENS, config.sync, tolerance(config))
+    publisher.check_base()
+    assert "probe_effect" not in publisher.publish(0)
 
 
 def test_an_evaluation_is_on_record_once_its_adapter_is_on_disk() -> None:

@@ -17,6 +17,9 @@ from orbit_cli.models.build import TrainerModel
 
 # Below this mean movement of the trainer's log-probs (nats) rounding alone can hide or feign a movement.
 NOISE_FLOOR = 1e-6
+# From so many times the base's gap on, root mean squares, an adapter's movement is compared. An adapted model may round
+# four times as much as its base (docs/log.md); the slope is then still above 0.8.
+LOUD = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +66,40 @@ class Probe:
         if not len(ordered) or not ordered.isfinite().all():
             return float("inf")
         return float(ordered[: len(ordered) - int(outliers * len(ordered))].mean())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effect:
+    """What a version does to the probes, in the engine beside the trainer."""
+
+    moved: float  # root mean square of what the trainer's log-probs moved since the base, nats
+    share: float  # of this movement that the engine's shows: 1 is the same, 0 none of it, -1 the opposite
+
+    def sound(self, least: float) -> bool:
+        return least <= self.share <= 1 / least
+
+    def told(self) -> str:
+        return (
+            f"of what the adapter moves the trainer's log-probs on the probe prompts ({self.moved:.2g} nats) the "
+            f"engine's show {self.share:.0%}"
+        )
+
+
+def effect(base: Probe, scored: Probe, outliers: float) -> Effect | None:
+    """The least-squares slope of the engine's movement since the base on the trainer's; None if too little moved.
+
+    Rounding of the two sides is unrelated, so over all tokens it averages out of the slope: a missing, reversed or
+    wrongly scaled adapter shows long before the gap leaves what rounding explains. Left out is the share `outliers`
+    of the tokens, those that round most in the base.
+    """
+    gaps = (base.engine - base.trainer).abs()
+    kept = gaps.argsort()[: len(gaps) - int(outliers * len(gaps))]
+    ours, theirs = (scored.trainer - base.trainer)[kept], (scored.engine - base.engine)[kept]
+    noise = gaps[kept].square().mean().sqrt()
+    moved = float(ours.square().mean().sqrt())
+    if not moved > NOISE_FLOOR + LOUD * float(noise):
+        return None
+    return Effect(moved=moved, share=float((ours * theirs).sum() / ours.square().sum()))
 
 
 def probe(engine: RolloutEngine, model: TrainerModel, tokens: list[list[int]], version: int | None) -> Probe:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from orbit_cli.config.schema.system import Inject, SyncConfig
 from orbit_cli.engine.protocol import RolloutEngine
 from orbit_cli.models.build import TrainerModel
-from orbit_cli.sync.parity import NOISE_FLOOR, Probe, Tolerance, moved, probe, trainer_scores
+from orbit_cli.sync.parity import NOISE_FLOOR, Probe, Tolerance, effect, moved, probe
 from orbit_cli.types import AdapterVersion, SampleRequest, SamplingParams, SwapReceipt
 
 
@@ -53,7 +51,7 @@ class Proof:
         self._inject = inject
         self._scale = scale
         self._number = 0
-        self._base_scores: torch.Tensor | None = None
+        self._base_probe: Probe | None = None
         self.checks: list[Check] = []
 
     def run(self, trainer_base: str, engine_base: str) -> list[Check]:
@@ -61,7 +59,7 @@ class Proof:
         self._same_files(trainer_base, engine_base)
         before = self._engine.base_checksum()
         base = self._base("base, adapter off")
-        self._base_scores = base.engine
+        self._base_probe = base
         self._swap("random adapter")
         self._in_flight()
         again = self._base("base again, after the swaps")
@@ -138,17 +136,24 @@ class Proof:
         if not self._arrived(name, version, receipt):
             return
         scored = probe(self._engine, self._model, self._tokens, version.number)
-        movement = moved(trainer_scores(self._model, self._tokens, adapter=False), scored.trainer)
+        movement = moved(self._base_probe.trainer, scored.trainer)
         self._judge(name, scored, movement, receipt)
-        theirs = moved(self._base_scores, scored.engine)
+        theirs, cause = moved(self._base_probe.engine, scored.engine), ""
+        acted = effect(self._base_probe, scored, self._tolerance.outliers)
+        if acted is not None and not acted.sound(self._config.movement_share):
+            cause = acted.told()
         if movement > NOISE_FLOOR and theirs < self._config.movement_share * movement:
+            cause = (
+                f"the trainer's log-probs moved by {movement:.2e}, the engine's by {theirs:.2e}: "
+                "the adapter never took effect"
+            )
+        if cause:
             self.checks.append(
                 Check(
                     name=f"{name} took effect",
                     passed=False,
                     moved=theirs,
-                    cause=f"the trainer's log-probs moved by {movement:.2e}, the engine's by {theirs:.2e}: "
-                    "the adapter never took effect",
+                    cause=cause,
                 )
             )
 

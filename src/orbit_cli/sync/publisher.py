@@ -14,7 +14,7 @@ from orbit_cli.config.schema.system import SyncConfig
 from orbit_cli.engine.protocol import RolloutEngine
 from orbit_cli.errors import NotFiniteError, ParityError
 from orbit_cli.models.build import TrainerModel
-from orbit_cli.sync.parity import NOISE_FLOOR, Probe, Tolerance, moved, probe
+from orbit_cli.sync.parity import NOISE_FLOOR, Probe, Tolerance, effect, moved, probe
 from orbit_cli.types import SwapReceipt
 
 # In bfloat16 the gap is more than a step moves. But an engine that took the step scores no probe token bit for bit as
@@ -39,6 +39,7 @@ class Publisher:
         self._tokens = tokens
         self._config = config
         self._tolerance = tolerance
+        self._base: Probe | None = None
         self._last: Probe | None = None
         self._base_checksum = engine.base_checksum()
 
@@ -51,6 +52,7 @@ class Publisher:
                 f"the base without adapter differs between trainer and engine: mean |log-prob gap| {gap:.4f} is above "
                 f"{limit:g} (sync.max_mean_gap); they do not hold the same base"
             )
+        self._base = base
         return base
 
     def publish(self, number: int) -> dict[str, float]:
@@ -113,6 +115,14 @@ class Publisher:
                 raise ParityError(
                     f"version {number} never took effect: the trainer's log-probs moved by {ours:.2e} on the probe "
                     f"prompts, the engine's by {theirs:.2e}"
+                )
+        acted = effect(self._base, scored, self._tolerance.outliers) if self._base is not None else None
+        if acted is not None:
+            movement["probe_effect"] = acted.share
+            if not acted.sound(self._config.movement_share):
+                raise ParityError(
+                    f"version {number} does not do in the engine what it does in the trainer: {acted.told()}, where "
+                    "about 100% is sound (sync.movement_share)"
                 )
         gap, limit = scored.gap_within(self._tolerance.outliers), self._tolerance.limit
         if gap > limit:

@@ -86,6 +86,7 @@ NAMES: dict[str, str] = {
     "probe_gap_max": "largest of the same",
     "probe_moved_trainer": "mean |change| of the trainer's log-probs on the probes since the last version, in nats",
     "probe_moved_engine": "the same of the engine's",
+    "probe_effect": "share of the adapter's movement of the trainer's log-probs since the base that the engine's show",
 }
 PATTERNS: dict[str, str] = {
     r"pass@[1-9]\d*": "unbiased pass@k (2107.03374): chance that at least one of k samples is correct",

@@ -105,7 +105,8 @@ class SyncConfig:
     null: what rounding explains, with room: 0.01 with float32 activations, 0.2 with bfloat16. With bfloat16 the
     probes' largest eighth is left out: rounding alone moves single log-probs of a prompt by more than 2 nats."""
     movement_share: float = 0.5
-    """The engine's log-probs must move by at least this share of what the trainer's moved since the last version."""
+    """The engine's log-probs must move by at least this share of what the trainer's moved since the last version, and
+    show at least this share of what the adapter moves since the base, at most its inverse."""
     base_checksum_every: int = 1
     """Versions from one checksum over the engine's whole base in memory to the next. 1: after every publish; a base of
     hundreds of gigabytes wants more (the probes after every version would notice a changed base too); 0: at the end."""
