@@ -201,7 +201,7 @@ def expert_mlp(
 def rotate_blocks(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """x [R, K] times a block-diagonal matrix given as its blocks [K/b, b, b]."""
     blocks = x.reshape(x.shape[0], *rotation.shape[:2]).transpose(0, 1)  # [K/b, R, b]
-    return torch.bmm(blocks, rotation.to(x.dtype)).transpose(0, 1).reshape(x.shape)
+    return torch.bmm(blocks, operand(rotation, x.dtype)).transpose(0, 1).reshape(x.shape)
 
 
 def _rotated(adapter: ProjectionAdapter | None) -> bool:
@@ -216,7 +216,7 @@ def _add_lora(y: torch.Tensor, x: torch.Tensor, adapter: ProjectionAdapter | Non
     """y [R, N] + scaling * (x A^T) B^T (2106.09685); y itself where there is no LoRA."""
     if adapter is None or adapter.lora_a is None:
         return y
-    low_rank = F.linear(F.linear(x, adapter.lora_a.to(x.dtype)), adapter.lora_b.to(x.dtype))
+    low_rank = F.linear(F.linear(x, operand(adapter.lora_a, x.dtype)), operand(adapter.lora_b, x.dtype))
     return y + adapter.scaling * low_rank
 
 

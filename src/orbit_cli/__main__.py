@@ -23,11 +23,13 @@ def _import() -> None:
     import signal
 
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else it is ignored, as a shell does for what runs in the background
+    ours = before is signal.default_int_handler  # else it is ignored, as a shell does for what runs in the background
+    if ours:
         signal.signal(signal.SIGINT, _end)
     import orbit_cli.cli  # noqa: F401
 
-    signal.signal(signal.SIGINT, before)
+    if ours:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end(*_: object) -> None:

@@ -190,3 +190,34 @@ def test_what_does_not_fit_is_refused_with_its_reason():
         frozen_experts(x, ids, weights, **(arguments | other))
     with pytest.raises(ValueError, match="none of auto"):
         frozen_experts(x, ids, weights, **arguments, path="fast")
+
+
+@pytest.mark.parametrize("kind", ["rotation", "lora"])
+def test_leaves_in_bfloat16_get_float32_gradients_that_no_rounding_touched(kind):
+    """Of the layer, and of one expert that is called by itself: as float32 leaves of the same values, to the bit."""
+    arguments, *_ = random_layer("int4")
+    ids, weights = random_routing(7, 2, [0, 2, 5])
+    x = torch.randn(7, HIDDEN)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return (torch.randn(EXPERTS, *shape) * 0.1).to(torch.bfloat16)
+
+    values = [leaf(HIDDEN // BLOCK, BLOCK, BLOCK)] if kind == "rotation" else [leaf(RANK, HIDDEN), leaf(INTER, RANK)]
+    names = ("rotation",) if kind == "rotation" else ("lora_a", "lora_b")
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [value.to(dtype).requires_grad_() for value in values]
+        for own in leaves:
+            own.grad_dtype = torch.float32
+        adapter = ExpertAdapters(gate=StackedAdapter(**dict(zip(names, leaves, strict=True))))
+        frozen_experts(x, ids, weights, **arguments, adapter=adapter).sin().sum().backward()
+        gradients = [own.grad for own in leaves]
+        single = [value[2].to(dtype).requires_grad_() for value in values]
+        for own in single:
+            own.grad_dtype = torch.float32
+        one = {name: None if arguments[name] is None else arguments[name][2] for name in arguments if name != "fmt"}
+        gate = ProjectionAdapter(**dict(zip(names, single, strict=True)))
+        expert_mlp(x, **one, fmt="int4", gate_adapter=gate).sin().sum().backward()
+        found.append([*gradients, *(own.grad for own in single)])
+    assert all(g.dtype == torch.float32 and g.norm() > 0 for g in found[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
