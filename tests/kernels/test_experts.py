@@ -206,13 +206,13 @@ def test_leaves_in_bfloat16_get_float32_gradients_that_no_rounding_touched(kind)
     names = ("rotation",) if kind == "rotation" else ("lora_a", "lora_b")
     found = []
     for dtype in (torch.bfloat16, torch.float32):
-        leaves = [value.to(dtype).requires_grad_() for value in values]
+        leaves = [value.to(dtype, copy=True).requires_grad_() for value in values]
         for own in leaves:
             own.grad_dtype = torch.float32
         adapter = ExpertAdapters(gate=StackedAdapter(**dict(zip(names, leaves, strict=True))))
         frozen_experts(x, ids, weights, **arguments, adapter=adapter).sin().sum().backward()
         gradients = [own.grad for own in leaves]
-        single = [value[2].to(dtype).requires_grad_() for value in values]
+        single = [value[2].to(dtype, copy=True).requires_grad_() for value in values]
         for own in single:
             own.grad_dtype = torch.float32
         one = {name: None if arguments[name] is None else arguments[name][2] for name in arguments if name != "fmt"}
