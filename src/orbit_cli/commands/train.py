@@ -21,7 +21,7 @@ def train(
 
     \b
     orbit train
-    orbit train model=tiny_moe adapter=lora algorithm=dapo trainer.steps=50
+    orbit train model=tiny_moe adapter=lora algorithm=dapo environment=rare_letter experiment=quick_look
     orbit train recipe=smoke_mla_moe run.name=mine
     orbit train run.resume=auto
     orbit train -m recipe=sweep_adapters adapter=oft,lora seed=1,2
