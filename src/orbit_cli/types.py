@@ -121,7 +121,8 @@ class AdapterSpec:
 
     kind: str  # "oft" | "lora"
     targets: tuple[str, ...]  # names of linears: last path component, for example q_proj
-    expert_targets: tuple[str, ...] = ()  # of gate_proj, up_proj, down_proj: routed experts, one adapter per expert
+    expert_targets: tuple[str, ...] = ()  # of gate_proj, up_proj, down_proj: routed experts
+    expert_width: str = "per_expert"  # or "shared": OFT, one rotation of what all experts of a layer get
     block_size: int = 0  # OFT
     neumann_terms: int = 0  # OFT: PEFT's num_cayley_neumann_terms
     rank: int = 0  # LoRA
@@ -135,7 +136,8 @@ class AdapterVersion:
     `tensors` maps a name to a CPU bfloat16 tensor; names are the checkpoint's module path plus a suffix:
     OFT `model.layers.3.self_attn.q_proj.oft_R` with finished rotations [blocks, b, b] (y = (x R) W^T);
     LoRA `....lora_A` [r, in] and `....lora_B` [out, r] (scaling stays in the spec).
-    Experts: `model.layers.3.mlp.experts.5.gate_proj.oft_R` and so on, one entry per expert.
+    Experts: `model.layers.3.mlp.experts.5.gate_proj.oft_R` and so on, one entry per expert; a rotation that a layer's
+    experts share is `model.layers.3.mlp.experts.gate_up_proj.oft_R`.
     """
 
     number: int

@@ -16,6 +16,7 @@ from orbit_cli.types import AdapterSpec
 
 QUERY = "model.layers.1.self_attn.q_proj"
 EXPERT = "model.layers.1.mlp.experts.7.down_proj"
+SHARED = "model.layers.1.mlp.experts.gate_up_proj"
 
 
 def base(folder: Path, model: str) -> Path:
@@ -35,6 +36,7 @@ def adapter(**shapes: tuple[int, ...]) -> ServedAdapter:
     "shapes",
     [
         {f"{QUERY}.oft_R": (2, 32, 32), f"{EXPERT}.oft_R": (2, 32, 32)},
+        {f"{QUERY}.oft_R": (2, 32, 32), f"{SHARED}.oft_R": (2, 32, 32)},
         {f"{QUERY}.lora_A": (4, 64), f"{QUERY}.lora_B": (128, 4), f"{EXPERT}.lora_B": (64, 4)},
     ],
 )
@@ -51,6 +53,8 @@ def test_its_own_model(shapes: dict[str, tuple[int, ...]], tmp_path: Path) -> No
         ({"model.layers.2.self_attn.q_proj.oft_R": (2, 32, 32)}, "this model has no such linear"),
         ({"model.layers.1.mlp.experts.8.up_proj.oft_R": (2, 32, 32)}, "this model has no such linear"),
         ({"model.layers.1.mlp.up_proj.oft_R": (2, 32, 32)}, "this model has no such linear"),
+        ({f"{SHARED}.oft_R": (4, 32, 32)}, f"its adapter for {SHARED} has 128 inputs, and this model's linear has 64"),
+        ({"model.layers.2.mlp.experts.gate_up_proj.oft_R": (2, 32, 32)}, "this model has no such linear"),
     ],
 )
 def test_another_model(shapes: dict[str, tuple[int, ...]], words: str, tmp_path: Path) -> None:

@@ -68,11 +68,22 @@ def test_what_would_change_the_adapter_is_refused(run: Path, tmp_path: Path) -> 
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}')
     assert served(folder, "adapter=lora", "adapter.rank=8", "adapter.alpha=16")[0].adapter.rank == 8
+    assert served(folder, "adapter=lora", "adapter.expert_width=per_expert")[0].adapter.kind == "lora"
     for said, has in (("adapter=oft", "kind=lora"), ("adapter.rank=16", "rank=8"), ("adapter.layers=[1]", "files say")):
         with pytest.raises(
             ConfigError, match=f"^{re.escape(said)} would do nothing beside run.adapter={folder}: .*{has}"
         ):
             served(folder, said)
+
+
+def test_the_width_of_experts_is_compared_as_well(tmp_path: Path) -> None:
+    shared = ["adapter=oft", "adapter.expert_width=shared", "adapter.expert_targets=[gate_proj,up_proj]"]
+    (tmp_path / "config.yaml").write_text(to_yaml(compose([*OWN, *shared])))
+    assert served(tmp_path)[0].adapter.expert_width == served(tmp_path, shared[1])[0].adapter.expert_width == "shared"
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "OFT", "expert_width": "shared"}')
+    width = "adapter.expert_width=per_expert"
+    with pytest.raises(ConfigError, match=f"^{width} would do nothing .* was made with expert_width=shared"):
+        served(tmp_path, width)
 
 
 def test_values_that_only_fit_the_run(run: Path) -> None:

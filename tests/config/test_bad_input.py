@@ -11,6 +11,7 @@ from orbit_cli.config.overrides import read_overrides
 from orbit_cli.errors import ConfigError
 
 # overrides, words that the sentence must have
+SHARED, GATE_UP = ["model=tiny_moe", "adapter.expert_width=shared"], "adapter.expert_targets=[gate_proj,up_proj]"
 MISTAKES = [
     (["adapter.blok_size=3"], ["adapter.blok_size", "neumann_terms", "did you mean adapter.block_size"]),
     (["trainer.learning_rat=3"], ["trainer.learning_rat", "did you mean trainer.learning_rate"]),
@@ -51,6 +52,17 @@ MISTAKES = [
     (["algorithm.kl_coef=1"], ["algorithm.kl_coef", "kl=reward or kl=loss"]),
     (["rollout.group_size=1"], ["rollout.group_size=1", "2 or more"]),
     (["evaluation.pass_k=[1,99]"], ["99", "evaluation.samples"]),
+    (["adapter.expert_width=share"], ["adapter.expert_width=share", "per_expert, shared", "did you mean shared"]),
+    ([*SHARED, "adapter=lora", GATE_UP], ["expert_width=shared", "kind=lora", "set adapter=oft", "per_expert"]),
+    ([*SHARED], ["expert_width=shared", "expert_targets=[],", f"set {GATE_UP}"]),
+    (
+        [*SHARED, "adapter.expert_targets=[up_proj]"],
+        ["=[up_proj],", "gate_proj and up_proj both get", f"set {GATE_UP}"],
+    ),
+    (
+        [*SHARED, f"{GATE_UP[:-1]},down_proj]"],
+        ["down_proj],", "down_proj's input is each expert's own", f"set {GATE_UP}"],
+    ),
 ]
 
 
@@ -113,3 +125,9 @@ def test_no_suggestion_is_better_than_a_senseless_one() -> None:
         with pytest.raises(ConfigError) as caught:
             compose(overrides)
         assert "did you mean" not in str(caught.value) and "None" not in str(caught.value)
+
+
+def test_projections_that_share_a_rotation_are_named_in_any_order() -> None:
+    for names in ("gate_proj,up_proj", "up_proj,gate_proj"):
+        adapter = compose([*SHARED, f"adapter.expert_targets=[{names}]"]).adapter
+        assert adapter.expert_width == "shared" and adapter.expert_targets == names.split(",")

@@ -138,6 +138,10 @@ def random_version(number: int, spec: AdapterSpec, model, *, kind: str, seed: in
         leaf = path.rsplit(".", 1)[-1]
         if leaf not in (spec.expert_targets if ".experts." in path else spec.targets):
             continue
+        if ".experts." in path and spec.expert_width == "shared":
+            path = shared_path(path)
+            if kind == "lora" or f"{path}.oft_R" in tensors:
+                continue
         rows, columns = weight.shape
         if kind == "oft":
             b = spec.block_size
@@ -150,11 +154,17 @@ def random_version(number: int, spec: AdapterSpec, model, *, kind: str, seed: in
         kind=kind,
         targets=spec.targets,
         expert_targets=spec.expert_targets,
+        expert_width=spec.expert_width,
         block_size=spec.block_size if kind == "oft" else 0,
         rank=spec.rank if kind == "lora" else 0,
         scaling=spec.scaling if kind == "lora" else 1.0,
     )
     return make_version(number, only, tensors)
+
+
+def shared_path(path: str) -> str:
+    """The path of the rotation that the experts' gate and up share, from that of one of an expert's weights."""
+    return path.partition(".experts.")[0] + ".experts.gate_up_proj"
 
 
 class Reference:
@@ -177,6 +187,8 @@ class Reference:
 
     def _adapted(self, path: str, version: AdapterVersion) -> torch.Tensor:
         weight, tensors = self.base[path], version.tensors
+        if ".experts." in path and not path.endswith("down_proj") and f"{shared_path(path)}.oft_R" in tensors:
+            path = shared_path(path)
         if f"{path}.oft_R" in tensors:
             return weight @ torch.block_diag(*tensors[f"{path}.oft_R"].float()).T
         if f"{path}.lora_A" in tensors:

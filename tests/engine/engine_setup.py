@@ -48,8 +48,9 @@ def make_engine(folder: Path, spec: AdapterSpec, log: Path, **engine: object) ->
     )
 
 
-def both_kinds(targets: tuple[str, ...], expert_targets: tuple[str, ...] = ()) -> AdapterSpec:
+def both_kinds(
+    targets: tuple[str, ...], expert_targets: tuple[str, ...] = (), width: str = "per_expert"
+) -> AdapterSpec:
     """A spec with room for OFT and LoRA versions on one engine."""
-    return AdapterSpec(
-        kind="oft", targets=targets, expert_targets=expert_targets, block_size=BLOCK, rank=RANK, scaling=1.5
-    )
+    names = {"targets": targets, "expert_targets": expert_targets, "expert_width": width}
+    return AdapterSpec(kind="oft", **names, block_size=BLOCK, rank=RANK, scaling=1.5)

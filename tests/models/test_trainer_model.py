@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from tiny_checkpoints import ARCHITECTURES, build, load_dense, random_model, spec_for, write_checkpoint
+from tiny_checkpoints import ARCHITECTURES, MOE, build, load_dense, random_model, spec_for, write_checkpoint
 
 from orbit_cli.adapters.oft import cayley_neumann
 from orbit_cli.config.schema.base import NumberFormat
@@ -75,6 +75,11 @@ def merge(reference, model: TrainerModel) -> dict[str, torch.Tensor]:
     shipped = model.bank.version(0).tensors
     for site in model.adapted:
         for path in site.paths:
+            if site.projection == "gate_up_proj":
+                exact = cayley_neumann(leaves[path + ".oft_skew"], spec.block_size, spec.neumann_terms)
+                rotation = torch.block_diag(*straight_through(exact, shipped[path + ".oft_R"]))
+                turn_input(reference.get_submodule(path.removesuffix(".gate_up_proj")), rotation)
+                continue
             weight = base[path + ".weight"]
             if spec.kind == "oft":
                 exact = cayley_neumann(leaves[path + ".oft_skew"], spec.block_size, spec.neumann_terms)
@@ -86,6 +91,12 @@ def merge(reference, model: TrainerModel) -> dict[str, torch.Tensor]:
                 merged[path + ".weight"] = weight + spec.scaling * b @ a
     install(reference, merged)
     return leaves
+
+
+def turn_input(experts, rotation: torch.Tensor) -> None:
+    """Every expert gets x R and the routing that x has; the router's weights are constants."""
+    forward = experts.forward
+    experts.forward = lambda x, ids, weights: forward(x @ rotation, ids, weights.detach())
 
 
 def straight_through(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
@@ -151,13 +162,15 @@ def test_a_shared_prompt_is_computed_once():
     assert alone.attention_mask is None and rows.attention_mask is not None
 
 
+EVERY_KIND = [(model_type, kind) for model_type in ARCHITECTURES for kind in ("oft", "lora")]
+
+
 @pytest.mark.parametrize("cost", [ROWS, SHARED], ids=["rows", "shared"])
-@pytest.mark.parametrize("kind", ["oft", "lora"])
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize(("model_type", "kind"), EVERY_KIND + [(model_type, "shared") for model_type in MOE])
 def test_logprobs_and_gradients_against_merged_float64(model_type, kind, cost, tmp_path):
     reference = write_checkpoint(tmp_path, random_model(model_type), NumberFormat.int4)
     reference.set_experts_implementation("eager")
-    model = build(tmp_path, spec_for(model_type, kind), scale=0.05 if kind == "oft" else 0.1)
+    model = build(tmp_path, spec_for(model_type, kind), scale=0.1 if kind == "lora" else 0.05)
     model.cost = cost
     ids, lengths, mask = make_batch()
     up = torch.randn(ids.shape, generator=torch.Generator().manual_seed(3))
@@ -181,7 +194,7 @@ def test_logprobs_and_gradients_against_merged_float64(model_type, kind, cost, t
             scale = max(float(exact.norm()), 1e-3)
             assert float((grad.double() - exact).norm()) <= 2e-4 * scale, path
             compared += int(exact.norm() > 1e-3)
-    assert compared > 10
+    assert compared >= 10
 
 
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])

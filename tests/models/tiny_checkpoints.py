@@ -170,7 +170,9 @@ def spec_for(model_type: str, kind: str, *, experts: bool = True, block_size: in
     """Everything that can be adapted."""
     expert_targets = EXPERTS if experts and model_type in MOE else ()
     names = dict(targets=TARGETS[model_type], expert_targets=expert_targets)
-    if kind == "oft":
+    if kind == "shared":  # OFT with one rotation for all experts of a layer
+        names |= dict(expert_targets=EXPERTS[:2], expert_width="shared")
+    if kind in ("oft", "shared"):
         return AdapterSpec(kind="oft", **names, block_size=block_size, neumann_terms=6)
     return AdapterSpec(kind="lora", **names, rank=rank, scaling=1.5)
 

@@ -23,15 +23,18 @@ SIZES = {
     | dict(qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64),
 }
 EVERY = "adapter.expert_targets=[gate_proj,up_proj,down_proj]"
+SHARED = ("adapter.expert_targets=[gate_proj,up_proj]", "adapter.expert_width=shared")
 CASES = [
     ("tiny_dense", "adapter=oft"),
     ("tiny_dense", "adapter=lora"),
     ("tiny_dense", "adapter=oft", "adapter.targets=[q_proj,k_proj,v_proj,o_proj]"),
     ("tiny_moe", "adapter=oft", "adapter.targets=[q_proj,k_proj,v_proj,o_proj]"),
     ("tiny_moe", "adapter=oft", "adapter.targets=[q_proj,k_proj,v_proj,o_proj]", EVERY),
+    ("tiny_moe", "adapter=oft", "adapter.targets=[q_proj,k_proj,v_proj,o_proj]", *SHARED),
     ("tiny_moe", "adapter=lora", "adapter.targets=[q_proj,k_proj,v_proj,o_proj]", EVERY),
     ("tiny_mla_moe", "adapter=oft", "adapter.targets=[q_b_proj,kv_b_proj,o_proj,gate_proj,up_proj,down_proj]"),
     ("tiny_mla_moe", "adapter=oft", "adapter.targets=[q_b_proj,kv_b_proj,o_proj]", EVERY),
+    ("tiny_mla_moe", "adapter=oft", "adapter.targets=[q_b_proj,kv_b_proj,o_proj]", *SHARED),
     ("tiny_mla_moe", "adapter=lora", "adapter.targets=[q_b_proj,kv_a_proj_with_mqa,o_proj]", EVERY),
 ]
 

@@ -68,7 +68,7 @@ class AdapterBank:
             if names:
                 raise CheckpointError(
                     f"the adapter state {complaint} {sorted(names)[0]} (and {len(names) - 1} more); "
-                    "set adapter.targets, expert_targets and layers to those it was trained with"
+                    "set adapter.targets, expert_targets, expert_width and layers to those it was trained with"
                 )
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:

@@ -1,7 +1,8 @@
 """Putting adapters on frozen linears and experts, by target name.
 
 A target is the last component of a module's path (q_proj), as in PEFT; expert targets are projections of all routed
-experts, one adapter per expert. A name that matches nothing is an error: nothing is left unadapted in silence.
+experts, with one adapter per expert, or one rotation of what all of them get. A name that matches nothing is an error:
+nothing is left unadapted in silence.
 Left out: building the model (orbit_cli.models) and the numbers (bank.py).
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from orbit_cli.adapters.bank import AdapterBank
 from orbit_cli.adapters.lora import low_rank
 from orbit_cli.adapters.oft import rotate
-from orbit_cli.adapters.sites import EXPERT_PROJECTIONS, AdaptedTensor, adapted_tensor
+from orbit_cli.adapters.sites import EXPERT_PROJECTIONS, SHARED_PROJECTION, AdaptedTensor, adapted_tensor
 from orbit_cli.errors import ConfigError
 from orbit_cli.types import AdapterSpec
 from orbit_kernels.experts import ExpertAdapters, StackedAdapter
@@ -62,21 +63,26 @@ def inject(
     _check_targets(spec, linears, experts)
     chosen = {path: module for path, module in linears.items() if path.rsplit(".", 1)[-1] in spec.targets}
     sites = [_linear_site(spec, path, module) for path, module in chosen.items()]
+    projections = _expert_projections(spec)
     sites += [
-        _expert_site(spec, path, module, projection)
-        for path, module in experts.items()
-        for projection in EXPERT_PROJECTIONS
-        if projection in spec.expert_targets
+        _expert_site(spec, path, module, projection) for path, module in experts.items() for projection in projections
     ]  # layer by layer: the loop over modules below counts on it
     bank = AdapterBank(spec, sites, device=device, seed=seed)
     for index, module in enumerate(chosen.values()):
         module.adapter = LINEAR_ADAPTERS[spec.kind](bank, index)
     index = len(chosen)
-    for module in experts.values() if spec.expert_targets else ():
-        indices = {sites[i].projection: i for i in range(index, index + len(set(spec.expert_targets)))}
-        module.adapter = _expert_adapter(bank, indices)
+    for module in experts.values() if projections else ():
+        indices = {sites[i].projection: i for i in range(index, index + len(projections))}
+        module.adapter = EXPERT_ADAPTERS[spec.expert_width](bank, indices)
         index += len(indices)
     return bank
+
+
+def _expert_projections(spec: AdapterSpec) -> tuple[str, ...]:
+    """Names of the sites of one layer's routed experts, in order."""
+    if spec.expert_width == "shared":
+        return (SHARED_PROJECTION,)
+    return tuple(projection for projection in EXPERT_PROJECTIONS if projection in spec.expert_targets)
 
 
 def _oft_linear(bank: AdapterBank, site: int) -> Callable:
@@ -113,11 +119,21 @@ def _lora_stack(bank: AdapterBank, site: int) -> StackedAdapter:
 STACKED_ADAPTERS = {"oft": _oft_stack, "lora": _lora_stack}
 
 
-def _expert_adapter(bank: AdapterBank, sites: dict[str, int]) -> Callable[[], ExpertAdapters | None]:
-    """sites: projection -> number of its site. The returned function is asked at every forward."""
+def _per_expert(bank: AdapterBank, sites: dict[str, int]) -> Callable:
+    """sites: projection -> number of its site. What is returned is called at every forward with hidden states [T, H]:
+    what the experts get, and adapters of their own."""
     stacks = {name.removesuffix("_proj"): STACKED_ADAPTERS[bank.spec.kind](bank, i) for name, i in sites.items()}
     adapters = ExpertAdapters(**stacks)
-    return lambda: adapters if bank.enabled else None
+    return lambda x: (x, adapters if bank.enabled else None)
+
+
+def _shared(bank: AdapterBank, sites: dict[str, int]) -> Callable:
+    """As `_per_expert`: the input is turned once for all experts, which have nothing of their own."""
+    rotations = bank.leaf("oft_R", sites[SHARED_PROJECTION])  # [n, b, b]
+    return lambda x: (rotate(x, rotations) if bank.enabled else x, None)
+
+
+EXPERT_ADAPTERS = {"per_expert": _per_expert, "shared": _shared}
 
 
 def _check_layers(layers: list[int], paths: list[str]) -> None:
@@ -171,6 +187,12 @@ def _linear_site(spec: AdapterSpec, path: str, module: Linear) -> AdaptedTensor:
 
 
 def _expert_site(spec: AdapterSpec, path: str, module: Experts, projection: str) -> AdaptedTensor:
+    if projection == SHARED_PROJECTION:
+        name, width = f"{path}.{projection}", 2 * module.intermediate
+        _check_block(spec, name, module.hidden)
+        return adapted_tensor(
+            spec, module=name, projection=projection, experts=0, in_features=module.hidden, out_features=width
+        )
     down = projection == "down_proj"
     inputs, outputs = (module.intermediate, module.hidden) if down else (module.hidden, module.intermediate)
     _check_block(spec, f"{path}.*.{projection}", inputs)

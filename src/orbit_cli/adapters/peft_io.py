@@ -2,8 +2,9 @@
 
 Written are the float32 masters: OFT's skew vectors (`<path>.oft_R.weight`, [n, b(b-1)/2]) and LoRA's A and B
 (`<path>.lora_A.weight`); routed experts one by one (`...mlp.experts.5.gate_proj.lora_A.weight`), the layout that SGLang
-reads and that PEFT folds into its fused experts on load (LoRA; PEFT has no OFT for experts). rsLoRA leaves resolved:
-alpha / r is the scaling.
+reads and that PEFT folds into its fused experts on load (LoRA; PEFT has no OFT for experts). A rotation that a layer's
+experts share is `...mlp.experts.gate_up_proj.oft_R.weight`, with expert_width=shared in the config: Orbit reads it.
+rsLoRA leaves resolved: alpha / r is the scaling.
 Read are such folders and PEFT's own `target_parameters` layout of LoRA experts. What would change the maths and is not
 ours (DoRA, COFT, the exact Cayley branch, rank patterns ...) is refused.
 """
@@ -28,7 +29,7 @@ from orbit_cli.adapters.bank import AdapterBank
 from orbit_cli.adapters.bundle import replace_folder, sync_files
 from orbit_cli.adapters.inject import LAYER
 from orbit_cli.adapters.peft_experts import is_fused, split_fused_experts
-from orbit_cli.adapters.sites import EXPERT_PROJECTIONS
+from orbit_cli.adapters.sites import EXPERT_PROJECTIONS, SHARED_PROJECTION
 from orbit_cli.errors import CheckpointError, writing
 from orbit_cli.types import AdapterSpec
 
@@ -66,6 +67,7 @@ COMMON: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "target_parameters": ("a list of names", lambda v: v is None or (isinstance(v, list) and _names(v))),
     "base_model_name_or_path": ("text", lambda v: v is None or isinstance(v, str)),
     "peft_version": ("text", lambda v: v is None or isinstance(v, str)),
+    "expert_width": ("per_expert or shared", lambda v: v in (None, "per_expert", "shared")),  # ours; PEFT ignores it
 }
 WANTED: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "OFT": {
@@ -121,11 +123,13 @@ def export_peft(bank: AdapterBank, folder: Path, *, base_model: str, packed: boo
 def _peft_config(bank: AdapterBank, base_model: str) -> dict:
     spec = bank.spec
     layers = sorted({int(found[1]) for site in bank.sites if (found := LAYER.search(site.module))})
+    # PEFT would put adapters of gate_proj and up_proj on shared experts, which a shared rotation never reaches.
+    experts = (SHARED_PROJECTION,) if spec.expert_width == "shared" else spec.expert_targets
     config = {
         "base_model_name_or_path": os.fspath(base_model),
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
-        "target_modules": sorted({*spec.targets, *spec.expert_targets}),
+        "target_modules": sorted({*spec.targets, *experts}),
         "layers_to_transform": layers,
         "layers_pattern": "layers",
         "bias": "none",
@@ -133,6 +137,8 @@ def _peft_config(bank: AdapterBank, base_model: str) -> dict:
         "fan_in_fan_out": False,
         "peft_version": PEFT_VERSION,
     }
+    if spec.expert_width == "shared":  # without the field it is per_expert; PEFT warns of fields that it does not know
+        config["expert_width"] = spec.expert_width
     if spec.kind == "oft":
         config |= {
             "peft_type": "OFT",
@@ -182,7 +188,13 @@ def _readme(spec: AdapterSpec, base_model: str, packed: bool, origin: str) -> st
         )
     if origin:
         lines.append(f"{origin}\n")
-    if spec.expert_targets:
+    if spec.expert_width == "shared":
+        lines.append(
+            "`...mlp.experts.gate_up_proj.oft_R.weight` is one rotation of the hidden states that all routed experts "
+            "of a layer get; the router and shared experts get them unturned. Plain PEFT cannot load it: it leaves "
+            "these tensors out with a warning, and computes another function. Serve such an adapter with Orbit.\n"
+        )
+    elif spec.expert_targets:
         lines.append(
             "Routed experts are stored one by one, `...mlp.experts.5.gate_proj...`. SGLang reads it. PEFT 0.21 "
             "folds LoRA of all three projections into its fused experts, and has no OFT for experts. On MoE models it "
@@ -263,17 +275,28 @@ def _spec(folder: Path, config: dict, tensors: dict[str, Tensor], paths: set[str
     """The spec, read from the tensors where both say it: a saved block size can differ from what was used."""
     linears = {path for path in paths if ".mlp.experts" not in path}
     targets = tuple(sorted({path.rsplit(".", 1)[-1] for path in linears}))
-    experts = tuple(p for p in EXPERT_PROJECTIONS if any(".experts." in path and path.endswith(p) for path in paths))
+    routed = {path.rsplit(".", 1)[-1] for path in paths if ".experts." in path}
+    experts = tuple(p for p in EXPERT_PROJECTIONS if p in routed)
+    width = "per_expert"
+    if SHARED_PROJECTION in routed:
+        experts, width = ("gate_proj", "up_proj"), "shared"
+    said = config.get("expert_width") or width
+    if said != width or routed > {SHARED_PROJECTION}:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} has expert_width={said}, but {TENSORS_FILE} has adapters on "
+            f"{', '.join(sorted(routed)) or 'no'} of routed experts; use the two files that were saved together"
+        )
     if config["peft_type"] == "OFT":
-        widths = {tensor.shape[1] for tensor in tensors.values()}
-        if len(widths) != 1:
+        columns = {tensor.shape[1] for tensor in tensors.values()}
+        if len(columns) != 1:
             raise CheckpointError(f"{folder / TENSORS_FILE} mixes OFT block sizes; one block size is supported")
-        width = widths.pop()
+        count = columns.pop()  # b(b-1)/2
         return AdapterSpec(
             kind="oft",
             targets=targets,
             expert_targets=experts,
-            block_size=round((1 + (1 + 8 * width) ** 0.5) / 2),  # width = b(b-1)/2
+            expert_width=width,
+            block_size=round((1 + (1 + 8 * count) ** 0.5) / 2),
             neumann_terms=config.get("num_cayley_neumann_terms") or 5,
         )
     if any(is_fused(path) for path in paths):
@@ -299,7 +322,7 @@ def load_peft(bank: AdapterBank, folder: Path) -> None:
 
 
 def _compare(read: PeftFolder, spec: AdapterSpec) -> None:
-    for field in ("kind", "block_size", "neumann_terms", "rank", "scaling"):
+    for field in ("kind", "expert_width", "block_size", "neumann_terms", "rank", "scaling"):
         stored, own = getattr(read.spec, field), getattr(spec, field)
         if abs(stored - own) > 1e-9 * abs(own) if field == "scaling" else stored != own:
             key = "alpha" if field == "scaling" else field

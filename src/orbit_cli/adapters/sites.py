@@ -1,4 +1,4 @@
-"""Where an adapter sits: one linear, or one projection of all routed experts of a layer.
+"""Where an adapter sits: one linear, one projection of all routed experts of a layer, or what these experts get.
 
 An AdaptedTensor is what the run prints before training (F7 of the field bugs: nothing is adapted in silence) and what
 the bank lays its storage out by. Left out: the numbers (bank.py) and the modules (inject.py).
@@ -11,24 +11,32 @@ from dataclasses import dataclass
 from orbit_cli.types import AdapterSpec
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+SHARED_PROJECTION = "gate_up_proj"  # of the rotation that all routed experts of a layer share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptedTensor:
-    """One adapted weight, or the same projection of `experts` experts.
+    """One adapted weight, the same projection of `experts` experts, or gate and up of all experts of a layer at once.
 
     >>> AdaptedTensor(module="model.layers.3.mlp.experts", projection="gate_proj", experts=8, in_features=64,
     ...               out_features=32, shapes={"oft_R": (2, 32, 32)}, parameters=8 * 2 * 496).name
     'model.layers.3.mlp.experts.*.gate_proj'
+
+    A shared rotation is one tensor, of a path that no weight has: model.layers.3.mlp.experts.gate_up_proj, experts=0.
     """
 
     module: str  # checkpoint path of the linear, or of the experts' container
     projection: str  # last path component: q_proj, gate_proj, ...
-    experts: int  # 0: a plain linear
+    experts: int  # 0: a plain linear, or a rotation that experts share
     in_features: int
     out_features: int
     shapes: dict[str, tuple[int, ...]]  # of each tensor that is multiplied by, for one linear (or one expert)
     parameters: int  # trainable numbers, over all experts
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it acts in the routed experts of a layer."""
+        return self.experts > 0 or self.projection == SHARED_PROJECTION
 
     @property
     def name(self) -> str:

@@ -10,7 +10,11 @@ from orbit_cli.types import AdapterSpec
 
 def spec_from_config(config: AdapterConfig) -> AdapterSpec:
     """What the adapter is, apart from its numbers. LoRA's scaling is alpha / r, or alpha / sqrt(r) (2312.03732)."""
-    names = {"targets": tuple(config.targets), "expert_targets": tuple(config.expert_targets)}
+    names = {
+        "targets": tuple(config.targets),
+        "expert_targets": tuple(config.expert_targets),
+        "expert_width": str(config.expert_width),
+    }
     if config.kind is AdapterKind.oft:
         return AdapterSpec(kind="oft", **names, block_size=config.block_size, neumann_terms=config.neumann_terms)
     scaling = config.alpha / (math.sqrt(config.rank) if config.use_rslora else config.rank)

@@ -67,8 +67,8 @@ def _heading(plan: Plan, command: str) -> list[tuple[str, str]]:
     adapter = config.adapter
     measure = f"block {adapter.block_size}" if adapter.kind == "oft" else f"rank {adapter.rank}"
     adapted = sites(shape, adapter)
-    linears = sorted({site.name for site in adapted if not site.experts})
-    experts = sorted({site.name for site in adapted if site.experts})
+    experts = sorted({site.name for site in adapted if site.experts or site.shared})
+    linears = sorted({site.name for site in adapted if not (site.experts or site.shared)})
     on = [", ".join(linears)] * bool(linears) + [f"{', '.join(experts)} of routed experts"] * bool(experts)
     rows.append(
         ("adapter", f"{adapter.kind} {measure}, {count(plan.adapter_parameters)} parameters on {' and '.join(on)}")

@@ -38,6 +38,7 @@ PEFT_KEYS = {  # of an adapter_config.json
     "rank": "r",
     "alpha": "lora_alpha",
     "use_rslora": "use_rslora",
+    "expert_width": "expert_width",
 }
 # where a base lies or comes from does not make it another
 ELSEWHERE = ("model.path", "model.repository", "model.made_by", "quantization.cache_dir")
@@ -191,6 +192,7 @@ def _described(folder: Path) -> dict[str, Any]:
     if not isinstance(about, dict):
         return {}
     found = {key: about[name] for key, name in PEFT_KEYS.items() if name in about}
+    found.setdefault("expert_width", "per_expert")  # of folders that were written before there was another
     return found | {"kind": str(about.get("peft_type")).lower()}
 
 

@@ -270,6 +270,7 @@ class SGLangEngine:
             block_size=self.spec.block_size,
             rank=self.spec.rank,
             versions=self.config.live_versions,
+            expert_width=self.spec.expert_width,
             scaling=self.spec.scaling,
         )
         write_room(room, environment)

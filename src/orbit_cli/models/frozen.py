@@ -29,9 +29,10 @@ class LinearAdapter(Protocol):
 
 
 class ExpertsAdapter(Protocol):
-    """What adapted experts ask for at every forward: None while adapters are off."""
+    """What adapted experts call at every forward: hidden states [T, H] -> what the experts get, and adapters of their
+    own, if any. While adapters are off these are the hidden states themselves, and None."""
 
-    def __call__(self) -> ExpertAdapters | None: ...
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, ExpertAdapters | None]: ...
 
 
 class FrozenLinear(nn.Module):
@@ -142,7 +143,9 @@ class FrozenExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, k] int64, [T, k] -> [T, H]: the signature of transformers' fused experts."""
-        adapter = None if self.adapter is None else self.adapter()
+        adapter = None
+        if self.adapter is not None:
+            hidden_states, adapter = self.adapter(hidden_states)
         return frozen_experts(
             hidden_states,
             top_k_index,

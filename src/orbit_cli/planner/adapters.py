@@ -1,7 +1,8 @@
 """How many numbers an adapter has, and where the layouts put them. No torch.
 
 OFT (2306.07280): a rotation of each linear's input, in K/b blocks of b(b-1)/2 trained numbers, multiplied as K/b blocks
-of b^2. LoRA (2106.09685): r (K + N) numbers for a linear of K inputs and N outputs.
+of b^2. LoRA (2106.09685): r (K + N) numbers for a linear of K inputs and N outputs. Routed experts have these each for
+itself, or share one rotation of their input in each layer (adapter.expert_width).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from orbit_cli.config.schema.base import AdapterConfig, AdapterKind
+from orbit_cli.config.schema.base import AdapterConfig, AdapterKind, ExpertWidth
 from orbit_cli.engine.targets import FAMILIES, check_names, supported_targets
 from orbit_cli.errors import ConfigError
 from orbit_cli.planner.shape import Category, ModelShape, Weight
@@ -36,7 +37,8 @@ class Site:
     inputs: int
     outputs: int
     linears: int
-    experts: bool  # of the routed experts
+    experts: bool  # one for each routed expert
+    shared: bool = False  # one for all routed experts of a layer
 
     def trained(self, adapter: AdapterConfig) -> int:
         """Numbers that the optimiser moves."""
@@ -80,8 +82,10 @@ def check_targets(shape: ModelShape, adapter: AdapterConfig, name: str) -> None:
     check_names("targets", adapter.targets, list(dict.fromkeys(linears)), problem)
     check_names("expert_targets", adapter.expert_targets, list(dict.fromkeys(experts)), problem)
     found = sites(shape, adapter)
-    dense = {site.name for site in found if not site.experts}
+    dense = {site.name for site in found if not (site.experts or site.shared)}
     routed = {ROLES[site.name] for site in found if site.experts}
+    if any(site.shared for site in found):
+        routed.update(adapter.expert_targets)
     for key, wanted, names in (("targets", adapter.targets, dense), ("expert_targets", adapter.expert_targets, routed)):
         missing = [name for name in wanted if name not in names]
         if missing:
@@ -115,7 +119,7 @@ def check_blocks(trained: list[Site], adapter: AdapterConfig, name: str, ranks: 
 def sites(shape: ModelShape, adapter: AdapterConfig) -> list[Site]:
     """What `adapter` adapts in this model; names that match nothing are simply not there."""
     found = [_site(w, adapter) for w in shape.weights if _is_target(w, adapter)]
-    return [site for site in found if site.linears]
+    return [site for site in [*found, *_shared_sites(shape, adapter)] if site.linears]
 
 
 def served_sites(shape: ModelShape, adapter: AdapterConfig) -> list[Site]:
@@ -126,25 +130,54 @@ def served_sites(shape: ModelShape, adapter: AdapterConfig) -> list[Site]:
             names.update(group)
     weights = [w for w in shape.weights if w.category in ADAPTABLE and w.linear and w.name in names]
     weights += [w for w in shape.weights if w.category is Category.experts and _is_target(w, adapter)]
-    return [_site(w, adapter, every_layer=True) for w in weights]
+    return [_site(w, adapter, every_layer=True) for w in weights] + _shared_sites(shape, adapter, every_layer=True)
+
+
+def own_expert_inputs(adapter: AdapterConfig) -> bool:
+    """Whether experts turn their inputs themselves: a token then has a row for gate and one for up in each of them."""
+    each = adapter.kind is AdapterKind.oft and adapter.expert_width is ExpertWidth.per_expert
+    return each and bool({"gate_proj", "up_proj"}.intersection(adapter.expert_targets))
+
+
+def _shared_sites(shape: ModelShape, adapter: AdapterConfig, every_layer: bool = False) -> list[Site]:
+    """One rotation for each layer with routed experts, of what their gate and up get."""
+    if adapter.expert_width is not ExpertWidth.shared:
+        return []
+    gates = [weight for weight in shape.of(Category.experts) if ROLES.get(weight.name) == "gate_proj"]
+    return [
+        Site(
+            name="gate_up_proj",
+            inputs=weight.columns,
+            outputs=2 * weight.rows,
+            linears=len(_chosen(weight, adapter, every_layer)),
+            experts=False,
+            shared=True,
+        )
+        for weight in gates
+    ]
 
 
 def _is_target(weight: Weight, adapter: AdapterConfig) -> bool:
     if not weight.linear:
         return False
     if weight.category is Category.experts:
-        return ROLES.get(weight.name) in adapter.expert_targets
+        each = adapter.expert_width is ExpertWidth.per_expert
+        return each and ROLES.get(weight.name) in adapter.expert_targets
     return weight.category in ADAPTABLE and weight.name in adapter.targets
 
 
 def _site(weight: Weight, adapter: AdapterConfig, every_layer: bool = False) -> Site:
-    chosen = weight.layers
-    if adapter.layers and not every_layer:  # the engine has slots in all layers
-        chosen = tuple(layer for layer in weight.layers if layer in adapter.layers)
     return Site(
         name=weight.name,
         inputs=weight.columns,
         outputs=weight.rows // weight.groups,
-        linears=weight.per_layer * len(chosen) * weight.groups,
+        linears=weight.per_layer * len(_chosen(weight, adapter, every_layer)) * weight.groups,
         experts=weight.category is Category.experts,
     )
+
+
+def _chosen(weight: Weight, adapter: AdapterConfig, every_layer: bool) -> tuple[int, ...]:
+    """The weight's layers that are adapted; `every_layer`: the engine has slots in all of them."""
+    if every_layer or not adapter.layers:
+        return weight.layers
+    return tuple(layer for layer in weight.layers if layer in adapter.layers)

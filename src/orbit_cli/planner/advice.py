@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from orbit_cli.config.schema.base import AdapterKind
+from orbit_cli.config.schema.base import AdapterKind, ExpertWidth
 from orbit_cli.config.schema.memory import EngineLayout, Offload, TrainerLayout
 from orbit_cli.config.schema.system import Device, HardwareConfig
 from orbit_cli.engine.arguments import CPU_TOKENS
@@ -24,6 +24,7 @@ from orbit_cli.planner.machine import gpu_machines, machine_of, whole_memory
 from orbit_cli.planner.part import size
 from orbit_cli.planner.plan import Plan
 
+SHAREABLE = {"gate_proj", "up_proj"}  # projections of experts that can share a rotation
 SMALL_BLOCK, SMALL_RANK, SHORT_CHUNK = 16, 8, 128
 FEWEST = 128  # tokens: no response is suggested to be shorter
 HALF, LEAST = 2, 16  # shorter responses alone keep half of their length, together with other changes a 16th
@@ -292,10 +293,19 @@ def _less_learning(plan: Plan) -> Iterator[Change]:
         yield Change(values={"adapter.block_size": SMALL_BLOCK}, why="a smaller adapter", harm=harm)
     if adapter.kind is AdapterKind.lora and adapter.rank > SMALL_RANK:
         yield Change(values={"adapter.rank": SMALL_RANK}, why="a smaller adapter", harm=harm)
+    own = adapter.kind is AdapterKind.oft and adapter.expert_width is ExpertWidth.per_expert
+    if own and adapter.expert_targets:
+        values = (
+            {"adapter.expert_targets": ["gate_proj", "up_proj"]} if set(adapter.expert_targets) != SHAREABLE else {}
+        )
+        values["adapter.expert_width"] = ExpertWidth.shared
+        yield Change(values=values, why="one rotation for all routed experts of a layer", harm=harm)
     if set(plan.model.rules.formats.values()) <= {"", "fp8"}:
         yield Change(values={"quantization": "int4"}, why="a 4-bit base", harm=harm)
     if adapter.expert_targets and adapter.targets:
-        yield Change(values={"adapter.expert_targets": []}, why="no adapters on routed experts", harm=harm)
+        values = {} if own or adapter.kind is AdapterKind.lora else {"adapter.expert_width": ExpertWidth.per_expert}
+        values["adapter.expert_targets"] = []
+        yield Change(values=values, why="no adapters on routed experts", harm=harm)
 
 
 def _layouts(plan: Plan) -> Iterator[Change]:

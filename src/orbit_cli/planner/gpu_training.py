@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orbit_cli.config.schema import OrbitConfig
-from orbit_cli.config.schema.base import AdapterKind
+from orbit_cli.config.schema.base import AdapterKind, ExpertWidth
 from orbit_cli.config.schema.learning import ExpertPath
-from orbit_cli.planner.adapters import ROLES, Site
+from orbit_cli.planner.adapters import ROLES, Site, own_expert_inputs
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
 from orbit_cli.planner.model import Model
@@ -90,7 +90,8 @@ class Moments:
         a, size, tokens = self.shape.activations, self.dtype_bytes, self.lengths.micro_tokens
         experts = a.experts if self.path is ExpertPath.reference else a.packed_experts
         dense = self._of_layer(a.attention, a.dense) if a.dense_layers else 0
-        sparse = self._of_layer(a.attention, experts) + self._expert_low_ranks() if a.expert_layers else 0
+        sparse = self._of_layer(a.attention, experts) if a.expert_layers else 0
+        sparse += self._expert_low_ranks() + self._turned() if a.expert_layers else 0
         hidden = self.shape.hidden
         if self.recomputes:
             each = self.shape.layers * a.stream * size
@@ -128,6 +129,11 @@ class Moments:
         rank = max(SMALLEST_RANK, 1 << (adapter.rank - 1).bit_length())
         kept = outer + ("down_proj" in adapter.expert_targets)
         return kept * rank * self.shape.experts_per_token * self.dtype_bytes
+
+    def _turned(self) -> int:
+        """A shared rotation's output is kept for the kernels, and its input for the rotation's gradient."""
+        shared = self.config.adapter.expert_width is ExpertWidth.shared and self.path is not ExpertPath.reference
+        return self.shape.hidden * self.dtype_bytes if shared else 0
 
     def _mask(self, in_layer: bool) -> Part:
         """Pairs of tokens: the mask of shared prompts, a copy in the compute dtype per layer that is at work, and
@@ -194,7 +200,7 @@ class Moments:
         if self.path is ExpertPath.reference:
             return max(hidden, 4 * width)
         turned = adapter.kind is AdapterKind.oft
-        apart = turned and {"gate_proj", "up_proj"}.intersection(adapter.expert_targets)  # inputs of their own
+        apart = own_expert_inputs(adapter)
         activation = (4 if not turned and "down_proj" in adapter.expert_targets else 3) * width  # dh, da and LoRA's a
         through_outer = 2 * width + (3 * hidden if apart else hidden)
         if apart and self._chunks():

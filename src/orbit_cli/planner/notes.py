@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orbit_cli.config.schema.base import AdapterKind
 from orbit_cli.config.schema.memory import TrainerLayout
 from orbit_cli.planner.checkpoint import is_config_alone, own_config
 from orbit_cli.planner.part import BASE, Side, size
@@ -83,7 +84,10 @@ def _config_notes(plan: Plan, trains: bool) -> list[str]:
     found, counted = [], plan.lengths
     if trains and plan.model.shape.experts and not plan.config.adapter.expert_targets:
         every = "adapter.expert_targets=[gate_proj,up_proj,down_proj]"
-        found.append(f"routed experts carry no adapter here; '{every}' would adapt them and need far more")
+        more = f"routed experts carry no adapter here; '{every}' would adapt them and need far more"
+        if plan.config.adapter.kind is AdapterKind.oft:
+            more += "; '[gate_proj,up_proj]' with adapter.expert_width=shared needs next to nothing"
+        found.append(more)
     if plan.layout.on_gpu and counted.response <= SHORT:
         found.append(
             f"responses are short here ({counted.response_key}={counted.response}); experiment=long_answers has the "

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orbit_cli.config.schema import OrbitConfig
-from orbit_cli.config.schema.base import AdapterKind
+from orbit_cli.config.schema.base import ExpertWidth
 from orbit_cli.config.schema.memory import EngineLayout
 from orbit_cli.engine.arguments import CPU_TOKENS
 from orbit_cli.errors import ConfigError
-from orbit_cli.planner.adapters import Site
+from orbit_cli.planner.adapters import Site, own_expert_inputs
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
 from orbit_cli.planner.model import Model
@@ -204,6 +204,6 @@ class Engine:
         if not (self.layout.on_gpu and a.expert_layers):
             return self.shape.widest // ranks
         adapter, width, hidden = self.config.adapter, a.expert_width // ranks, self.shape.hidden
-        apart = adapter.kind is AdapterKind.oft and {"gate_proj", "up_proj"}.intersection(adapter.expert_targets)
-        rows = max((2 if apart else 1) * hidden + 2 * width, hidden + 4 * width)
-        return max(4 * a.dense_width // ranks, k * rows)
+        rows = max((2 if own_expert_inputs(adapter) else 1) * hidden + 2 * width, hidden + 4 * width)
+        turned = hidden if adapter.expert_width is ExpertWidth.shared else 0  # a copy: the router reads the other
+        return max(4 * a.dense_width // ranks, k * rows + turned)

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from orbit_cli.adapters.peft_version import load_peft_version, version_of_masters
+from orbit_cli.adapters.sites import SHARED_PROJECTION
 from orbit_cli.adapters.spec import spec_from_config
 from orbit_cli.config.adapter_run import run_of
 from orbit_cli.config.schema.root import OrbitConfig
@@ -45,6 +46,8 @@ class ServedAdapter:
         if facts.model_type not in FAMILIES:
             return
         found = {weight.path: weight for weight in shape_of(facts).weights}
+        gates = [path for path in found if path.endswith(".experts.*.gate_proj")]  # a shared rotation has their input
+        found |= {f"{path.removesuffix('*.gate_proj')}{SHARED_PROJECTION}": found[path] for path in gates}
         for name, tensor in self.version.tensors.items():
             path, _, kind = name.rpartition(".")
             problem = _difference(path, kind, tuple(tensor.shape), found.get(re.sub(r"\.\d+\.", ".*.", path)))

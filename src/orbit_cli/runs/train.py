@@ -166,7 +166,7 @@ def _adapted_rows(model: TrainerModel) -> list[AdaptedRow]:
     """The list of adapted tensors, one row per target."""
     rows: dict[tuple[str, str], AdaptedRow] = {}
     for site in model.adapted:
-        target = f"experts.{site.projection}" if site.experts else site.projection
+        target = f"experts.{site.projection}" if site.of_experts else site.projection
         shape = f"{site.out_features} x {site.in_features}"
         before = rows.get((target, shape))
         rows[target, shape] = AdaptedRow(

@@ -4,7 +4,8 @@ SGLang keeps its own control plane (registry, draining, per-request adapter, a p
 class answers the members that the plane touches. Every version owns one slot of static buffers from its load to its
 unload, so a load never disturbs a running batch and nothing is evicted. A version is checked completely before a
 byte of it is applied, and what lies in the slot afterwards is hashed again.
-Left out: the multiplications (linear.py, experts.py, latent.py) and the answer to the engine's owner (report.py).
+Left out: the multiplications (linear.py, experts.py, shared_experts.py, latent.py) and the answer to the engine's
+owner (report.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from orbit_cli.sglang_plugin.experts import AdaptedExpertsMethod
 from orbit_cli.sglang_plugin.latent import rotate_latent_attention
 from orbit_cli.sglang_plugin.linear import FUSED, AdaptedLinearMethod
 from orbit_cli.sglang_plugin.room import read_room
+from orbit_cli.sglang_plugin.shared_experts import SharedExpertsMethod
 from orbit_cli.sglang_plugin.slots import BatchSlots
 
 logger = logging.getLogger(__name__)
@@ -86,13 +88,14 @@ class AdapterManager:
             return [first, module.output_size - first]
         return list(getattr(module, "output_partition_sizes", [module.output_size]))
 
-    def _wrap_experts(self) -> list[AdaptedExpertsMethod]:
+    def _wrap_experts(self) -> list[AdaptedExpertsMethod | SharedExpertsMethod]:
         from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
+        method = SharedExpertsMethod if self.room.expert_width == "shared" else AdaptedExpertsMethod
         methods = []
         for path, module in self.base_model.named_modules():
             if self.room.expert_targets and isinstance(module, FusedMoE) and ".layers." in path:
-                methods.append(_replace_method(module, AdaptedExpertsMethod(module, path, self.room, self.slots)))
+                methods.append(_replace_method(module, method(module, path, self.room, self.slots)))
         return methods
 
     def _rotate_latents(self) -> None:
@@ -118,7 +121,8 @@ class AdapterManager:
             raise ValueError(
                 f"adapter.targets has {missing[0]}, which this model has nowhere in SGLang's decoder layers"
             )
-        if self.room.expert_targets and not any(isinstance(m, AdaptedExpertsMethod) for m in self.methods):
+        experts = (AdaptedExpertsMethod, SharedExpertsMethod)
+        if self.room.expert_targets and not any(isinstance(m, experts) for m in self.methods):
             raise ValueError("adapter.expert_targets is set but this model has no routed experts; leave it empty")
 
     # Versions -----------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ class AdapterRoom:
     block_size: int  # OFT; 0: no OFT on this engine
     rank: int  # LoRA; 0: no LoRA on this engine
     versions: int  # slots beside slot 0, which is the base
+    expert_width: str = "per_expert"  # or "shared": one rotation of what the routed experts of a layer get
     scaling: float = 1.0  # LoRA's, of every version: kernels of experts on a GPU have it built into their CUDA graphs
 
 
@@ -48,5 +49,6 @@ def read_room() -> AdapterRoom:
         block_size=fields["block_size"],
         rank=fields["rank"],
         versions=fields["versions"],
+        expert_width=fields["expert_width"],
         scaling=fields["scaling"],
     )

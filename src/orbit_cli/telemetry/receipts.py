@@ -73,7 +73,9 @@ def receipts(
     constant = a.aggregation_constant or r.max_new_tokens
     size = f"block {config.adapter.block_size}" if config.adapter.kind == "oft" else f"rank {config.adapter.rank}"
     correction = a.correction.value if a.correction == "none" else f"{a.correction} up to {a.correction_high:g}"
-    targets = [*config.adapter.targets, *(f"experts.{name}" for name in config.adapter.expert_targets)]
+    shared = config.adapter.expert_width == "shared"
+    experts = ["gate_up_proj (one for all of a layer)"] if shared else config.adapter.expert_targets
+    targets = [*config.adapter.targets, *(f"experts.{name}" for name in experts)]
     most = f" per round, up to {a.dynamic_sampling_rounds} rounds (dynamic sampling)"
     rounds = most if a.dynamic_sampling and a.dynamic_sampling_rounds > 1 else ""
     blocks = {

@@ -139,6 +139,13 @@ class AdapterKind(StrEnum):
     lora = "lora"
 
 
+class ExpertWidth(StrEnum):
+    """How many adapters the routed experts of a layer have."""
+
+    per_expert = "per_expert"
+    shared = "shared"
+
+
 @dataclass(kw_only=True, slots=True)
 class AdapterConfig:
     """The small trained part."""
@@ -150,7 +157,11 @@ class AdapterConfig:
     )
     """Names of the linears to adapt (last component of the module path); a name that matches nothing is an error."""
     expert_targets: list[str] = field(default_factory=list)
-    """Of gate_proj, up_proj, down_proj: adapt every routed expert, one adapter per expert and projection."""
+    """Of gate_proj, up_proj, down_proj: adapt every routed expert, as adapter.expert_width says."""
+    expert_width: ExpertWidth = ExpertWidth.per_expert
+    """per_expert: every routed expert and projection has an adapter of its own; shared: one OFT rotation per layer
+    turns what gate_proj and up_proj of all its routed experts get, x R, while the router and shared experts get x: one
+    rotation in place of two for each expert. It wants adapter.kind=oft, adapter.expert_targets=[gate_proj,up_proj]."""
     layers: list[int] = field(default_factory=list)
     """Decoder layers to adapt, by number; empty means all."""
     block_size: int = 32
@@ -182,3 +193,21 @@ class AdapterConfig:
         odd = sorted(set(self.expert_targets) - {"gate_proj", "up_proj", "down_proj"})
         if odd:
             raise ConfigError(f"adapter.expert_targets has {odd[0]!r}; accepted are gate_proj, up_proj, down_proj")
+        if self.expert_width is ExpertWidth.shared:
+            self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Refuse what one rotation of the experts' input cannot be."""
+        if self.kind is not AdapterKind.oft:
+            raise ConfigError(
+                f"adapter.expert_width=shared is set with adapter.kind={self.kind}, but what experts can share is a "
+                "rotation of their input, and a low-rank sum belongs to one weight; set adapter=oft, or "
+                "adapter.expert_width=per_expert"
+            )
+        if set(self.expert_targets) != {"gate_proj", "up_proj"}:
+            down = "down_proj" in self.expert_targets
+            why = "down_proj's input is each expert's own" if down else "it turns what gate_proj and up_proj both get"
+            raise ConfigError(
+                f"adapter.expert_width=shared is set with adapter.expert_targets=[{','.join(self.expert_targets)}], "
+                f"but {why}; set adapter.expert_targets=[gate_proj,up_proj], or adapter.expert_width=per_expert"
+            )
