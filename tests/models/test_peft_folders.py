@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import EXPERTS, build, random_model, spec_for, write_checkpoint
+from transformers import AutoModelForCausalLM
 
 from orbit_cli.adapters.peft_io import export_peft, load_peft, read_peft
 from orbit_cli.config.schema.base import NumberFormat
 from orbit_cli.errors import CheckpointError
+from orbit_cli.quantization.base_model import packed_parts
 from orbit_cli.types import AdapterSpec
 
 IDS = torch.randint(2, 96, (3, 11), generator=torch.Generator().manual_seed(5))
@@ -75,13 +77,14 @@ def test_peft_folds_our_lora_experts_into_its_own(tmp_path):
     assert relative(logits(model.module), wanted) <= 1e-5
 
 
-@pytest.mark.parametrize("number_format", [NumberFormat.int4, NumberFormat.bf16])
+@pytest.mark.parametrize("number_format", list(NumberFormat))
 @pytest.mark.parametrize("kind", ["oft", "lora"])
 def test_the_readme_loads_what_it_stands_beside(kind, number_format, tmp_path, monkeypatch):
     """Its lines as they are, run in its folder: the function of the base with the adapter, and text comes out."""
     reference = write_checkpoint(tmp_path / "base", random_model("llama"), number_format)
     model = build(tmp_path / "base", spec_for("llama", kind, experts=False), scale=0.05)
-    packed = number_format is not NumberFormat.bf16
+    packed = packed_parts(tmp_path / "base")
+    assert packed == (set() if number_format is NumberFormat.bf16 else {"linears"})
     folder = export_peft(
         model.bank, tmp_path / "adapter", base_model=str(tmp_path / "base"), packed=packed, origin="Made of smoke."
     )
@@ -96,6 +99,18 @@ def test_the_readme_loads_what_it_stands_beside(kind, number_format, tmp_path, m
     assert relative(wanted, base) > 0.02
     assert relative(logits(loaded), wanted) < 0.1 * relative(wanted, base)  # its dtype may be bfloat16
     assert loaded.generate(input_ids=IDS[:1], max_new_tokens=3).shape == (1, IDS.shape[1] + 3)
+
+
+def test_the_readme_beside_packed_experts_loads_nothing(tmp_path):
+    """Its reason holds: transformers finds no experts in such a base."""
+    write_checkpoint(tmp_path / "base", random_model("qwen3_moe"), NumberFormat.int4)
+    packed = packed_parts(tmp_path / "base")
+    assert packed == {"experts", "linears"}
+    bank = build(tmp_path / "base", spec_for("qwen3_moe", "lora")).bank
+    text = (export_peft(bank, tmp_path / "a", base_model="base", packed=packed) / "README.md").read_text()
+    assert "```" not in text and "does not unpack them" in text and "orbit rollout run.adapter=" in text
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in info["missing_keys"]
 
 
 @pytest.mark.parametrize("kind", ["oft", "lora"])

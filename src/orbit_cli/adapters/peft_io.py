@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,11 +93,13 @@ class PeftFolder:
     tensors: dict[str, Tensor]
 
 
-def export_peft(bank: AdapterBank, folder: Path, *, base_model: str, packed: bool = False, origin: str = "") -> Path:
+def export_peft(
+    bank: AdapterBank, folder: Path, *, base_model: str, packed: Collection[str] = (), origin: str = ""
+) -> Path:
     """Write the bank's masters as a PEFT folder, complete or not at all; an older folder of that name is replaced.
 
-    base_model: what PEFT should load under it (a path or hub name); packed: whether its linears are stored quantised;
-    origin: a line for people on where that base comes from. Returns the folder.
+    base_model: what PEFT should load under it (a path or hub name); packed: what of it is stored packed, of
+    "linears" and "experts"; origin: a line for people on where that base comes from. Returns the folder.
     """
     folder = Path(folder)
     partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
@@ -164,28 +166,18 @@ def _peft_config(bank: AdapterBank, base_model: str) -> dict:
     return config
 
 
-def _readme(spec: AdapterSpec, base_model: str, packed: bool, origin: str) -> str:
+def _readme(spec: AdapterSpec, base_model: str, packed: Collection[str], origin: str) -> str:
     """What a person who finds the folder needs to know: how to load it, and where PEFT cannot."""
-    classes, arguments = "AutoModelForCausalLM", repr(base_model)
-    if packed:  # a packed linear has no `weight`, and PEFT multiplies by it
-        classes += ", CompressedTensorsConfig"
-        arguments += ", quantization_config=CompressedTensorsConfig(run_compressed=False)"
-    lines = [
-        f"# {KINDS[spec.kind]} adapter in PEFT's format\n",
-        "```python",
-        "from peft import PeftModel",
-        f"from transformers import {classes}",
-        "",
-        f"base = AutoModelForCausalLM.from_pretrained({arguments})",
-        'model = PeftModel.from_pretrained(base, ".")  # this folder',
-        "```\n",
-        "Weights are the float32 masters; training and serving multiply by them rounded to BF16.\n",
-    ]
-    if packed:
+    lines = [f"# {KINDS[spec.kind]} adapter in PEFT's format\n"]
+    if "experts" in packed:
         lines.append(
-            "The base is stored quantised (transformers reads it with the package compressed-tensors). PEFT needs its "
-            "linears unpacked, which run_compressed=False does: the values are the same, at BF16's memory.\n"
+            f"For {base_model}, whose routed experts are stored packed. transformers 5 does not unpack them: it starts "
+            "them at random (and warns MISSING), so PEFT on top of it computes nothing of use. Serve this adapter with "
+            "Orbit (`orbit rollout run.adapter=FOLDER`).\n"
         )
+    else:
+        lines += _loading(base_model, bool(packed))
+    lines.append("Weights are the float32 masters; training and serving multiply by them rounded to BF16.\n")
     if origin:
         lines.append(f"{origin}\n")
     if spec.expert_width == "shared":
@@ -202,6 +194,31 @@ def _readme(spec: AdapterSpec, base_model: str, packed: bool, origin: str) -> st
             "another function: serve such an adapter with Orbit or SGLang.\n"
         )
     return "\n".join(lines)
+
+
+def _loading(base_model: str, packed: bool) -> list[str]:
+    """Lines of Python that load base and adapter, to be run in the adapter's folder."""
+    classes, arguments = "AutoModelForCausalLM", [repr(base_model)]
+    if packed:  # a packed linear has no `weight`, and PEFT multiplies by it
+        classes += ", CompressedTensorsConfig"
+        arguments.append("quantization_config=CompressedTensorsConfig(run_compressed=False)")
+    lines = [
+        "```python",
+        "from peft import PeftModel",
+        f"from transformers import {classes}",
+        "",
+        "base = AutoModelForCausalLM.from_pretrained(",
+        *(f"    {argument}," for argument in arguments),
+        ")",
+        'model = PeftModel.from_pretrained(base, ".")  # this folder',
+        "```\n",
+    ]
+    if packed:
+        lines.append(
+            "The base is stored quantised (transformers reads it with the package compressed-tensors). PEFT needs its "
+            "linears unpacked, which run_compressed=False does: the values are the same, at BF16's memory.\n"
+        )
+    return lines
 
 
 def read_peft(folder: Path) -> PeftFolder:

@@ -21,11 +21,12 @@ from orbit_cli.errors import CheckpointError, ConfigError, writing
 from orbit_cli.quantization.checkpoint import CheckpointReader
 from orbit_cli.quantization.convert import quantize_checkpoint
 from orbit_cli.quantization.files import file_sha256, folder_lock, make_folder
+from orbit_cli.quantization.formats import quantization_section
 from orbit_cli.quantization.gguf import shipped_smollm2
 from orbit_cli.quantization.identity import base_checksum, settings_identity, source_identity
 from orbit_cli.quantization.random_model import RANDOM_VERSION, write_random_checkpoint
 
-__all__ = ["base_checksum", "base_origin", "prepare_base"]
+__all__ = ["base_checksum", "base_origin", "packed_parts", "prepare_base"]
 
 
 def prepare_base(
@@ -71,6 +72,18 @@ def base_origin(model: ModelConfig, quantization: QuantizationConfig, base: Path
     source = "smollm2" if model.source is ModelSource.smollm2 else str(Path(model.path).expanduser())
     command = shlex.join(["orbit", "quantize", source, base.name, *_settings(quantization)])
     return f"Elsewhere, make the base with `{command}`{published} and name that folder above."
+
+
+def packed_parts(base: Path) -> frozenset[str]:
+    """What of the base transformers finds packed (compressed-tensors, no `weight`): "linears", routed "experts".
+
+    The fp8 of transformers itself keeps a `weight`, and is not among it.
+    """
+    reader = CheckpointReader(base)
+    if (quantization_section(reader.config) or {}).get("quant_method") != "compressed-tensors":
+        return frozenset()
+    packed = filter(reader.is_quantized, reader.modules())
+    return frozenset("experts" if ".experts." in module else "linears" for module in packed)
 
 
 def _settings(quantization: QuantizationConfig) -> list[str]:

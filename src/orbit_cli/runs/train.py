@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from orbit_cli.adapters.peft_io import export_peft
-from orbit_cli.config.schema.base import NumberFormat
 from orbit_cli.config.schema.root import OrbitConfig
 from orbit_cli.errors import ParityError, StorageError, ToldInterrupt
 from orbit_cli.models.build import TrainerModel
 from orbit_cli.planner.measured import planned_peaks
-from orbit_cli.quantization.base_model import base_origin
-from orbit_cli.quantization.checkpoint import CheckpointReader
+from orbit_cli.quantization.base_model import base_origin, packed_parts
 from orbit_cli.quantization.identity import base_checksum
 from orbit_cli.rollout.source import RolloutSource
 from orbit_cli.runs.assembly import Serving, check_device, compute_dtype, probe_tokens, serving
@@ -115,7 +113,7 @@ def _session(
         optimizer.load_state_dict(moments)
         recorder.notify(f"resuming after step {state.step} of {config.trainer.steps}")
     recorder.open(state.step, state.wandb_id)
-    packed = CheckpointReader(served.base).format is not NumberFormat.bf16
+    packed = packed_parts(served.base)
     origin = base_origin(config.model, config.quantization, served.base)
 
     def export(version: int) -> None:
