@@ -49,14 +49,14 @@ def test_the_newest_version_is_served(kind, tmp_path):
     assert resolve_adapter(config).version.checksum == trained
 
 
-@pytest.mark.parametrize("kind", ["oft", "lora"])
+@pytest.mark.parametrize("kind", ["oft", "shared", "lora"])
 def test_what_is_shipped_adds_up_to_the_bytes_of_a_swap(kind, tmp_path):
     """OFT trains b(b-1)/2 numbers of a block and ships all b x b of it."""
-    write_checkpoint(tmp_path / "base", random_model("llama"))
-    model = build(tmp_path / "base", spec_for("llama", kind))
+    write_checkpoint(tmp_path / "base", random_model("qwen3_moe"))
+    model = build(tmp_path / "base", spec_for("qwen3_moe", kind))
     shipped = model.bank.version(0).nbytes // 2
     trained = sum(parameter.numel() for parameter in model.bank.parameters())
     said = shipped_text(model)
     assert said.startswith(f"{trained:,} float32 parameters, shipped as {shipped:,} bfloat16 numbers ")
     assert (shipped == trained) is (kind == "lora")
-    assert said.endswith("MiB): whole rotations of 16 x 16" if kind == "oft" else "MiB)")
+    assert said.endswith("MiB): whole rotations of 16 x 16" if kind != "lora" else "MiB)")
