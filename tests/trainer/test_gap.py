@@ -13,7 +13,7 @@ from orbit_cli.environments.registry import build_environment
 from orbit_cli.errors import ParityError
 from orbit_cli.rollout.chat import Chat
 from orbit_cli.runs.assembly import probe_tokens
-from orbit_cli.sync.parity import moved, tolerance, trainer_scores
+from orbit_cli.sync.parity import Probes, moved, tolerance, trainer_scores
 from orbit_cli.sync.publisher import Publisher
 from orbit_cli.trainer.loop import check_gap, evaluate
 from orbit_cli.types import SwapReceipt
@@ -71,7 +71,7 @@ class Rounding(Stale):
 
 def check_base(model, overrides: list[str], error: float, first: float = 0.0):
     config = compose(overrides)
-    return Publisher(Engine(model, error, first), model, TOKENS, config.sync, tolerance(config)).check_base()
+    return Publisher(Probes(Engine(model, error, first), model, TOKENS, tolerance(config)), config.sync).check_base()
 
 
 def test_rounding_of_bfloat16_does_not_stop_the_main_job_on_a_gpu(make_model) -> None:
@@ -109,7 +109,7 @@ def test_a_larger_gap_stops_it(make_model, overrides: list[str], error: float) -
 
 def test_probes_of_which_nothing_is_scored_do_not_pass(make_model) -> None:
     model, config = make_model(), compose([])
-    publisher = Publisher(Engine(model, 0.0), model, [[3], [5]], config.sync, tolerance(config))
+    publisher = Publisher(Probes(Engine(model, 0.0), model, [[3], [5]], tolerance(config)), config.sync)
     publisher._engine.score = lambda token_ids, version: [[] for _ in token_ids]
     with pytest.raises(ParityError, match=r"gap\| inf is above"):
         publisher.check_base()
@@ -120,7 +120,7 @@ def test_a_version_that_never_took_effect_is_seen_below_the_gap(make_model, over
     """In bfloat16 a step moves less than the gap; what does not move at all is stale nonetheless."""
     model, config = make_model(scale=0.0), compose(overrides)
     error = tolerance(config).limit / 4
-    publisher = Publisher(Stale(model, error), model, TOKENS, config.sync, tolerance(config))
+    publisher = Publisher(Probes(Stale(model, error), model, TOKENS, tolerance(config)), config.sync)
     publisher.publish(0)
     model.bank.randomize(seed=1, scale=0.01)
     before, after = (trainer_scores(model, TOKENS, adapter=adapter) for adapter in (False, True))
@@ -135,7 +135,7 @@ def test_an_adapter_that_acts_otherwise_in_the_engine_is_seen_within_the_limit_o
     model, config = make_model(scale=0.0), compose(["hardware=h200x1"])
     model.bank.randomize(seed=1, scale=0.05)
     moves = moved(*(trainer_scores(model, TOKENS, adapter=adapter) for adapter in (False, True)))
-    publisher = Publisher(Rounding(model, moves / 20, factor), model, TOKENS, config.sync, tolerance(config))
+    publisher = Publisher(Probes(Rounding(model, moves / 20, factor), model, TOKENS, tolerance(config)), config.sync)
     assert abs(factor - 1) * moves < tolerance(config).limit
     publisher.check_base()
     if sound:
@@ -149,7 +149,7 @@ def test_what_moves_less_than_rounding_does_is_not_compared(make_model) -> None:
     model, config = make_model(scale=0.0), compose(["hardware=h200x1"])
     model.bank.randomize(seed=1, scale=0.05)
     moves = moved(*(trainer_scores(model, TOKENS, adapter=adapter) for adapter in (False, True)))
-    publisher = Publisher(Rounding(model, moves, 0.0), model, TOKENS, config.sync, tolerance(config))
+    publisher = Publisher(Probes(Rounding(model, moves, 0.0), model, TOKENS, tolerance(config)), config.sync)
     publisher.check_base()
     assert "probe_effect" not in publisher.publish(0)
 

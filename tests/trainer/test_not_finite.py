@@ -9,7 +9,7 @@ import torch
 
 from orbit_cli.config.compose import compose
 from orbit_cli.errors import NotFiniteError
-from orbit_cli.sync.parity import tolerance
+from orbit_cli.sync.parity import Probes, tolerance
 from orbit_cli.sync.publisher import Publisher
 from orbit_cli.trainer.loop import finite
 from orbit_cli.trainer.step import _clip
@@ -24,7 +24,7 @@ class Engine:
 
 def session(model) -> SimpleNamespace:
     config = compose(["trainer.learning_rate=1e17"])
-    publisher = Publisher(Engine(), model, [], config.sync, tolerance(config))
+    publisher = Publisher(Probes(Engine(), model, [], tolerance(config)), config.sync)
     return SimpleNamespace(config=config, model=model, publisher=publisher)
 
 

@@ -28,6 +28,7 @@ from orbit_cli.quantization.folder import check_tokenizer
 from orbit_cli.rollout.chat import Chat
 from orbit_cli.rollout.generator import Generator
 from orbit_cli.runs.adapters import ServedAdapter
+from orbit_cli.sync.parity import Probes, tolerance
 from orbit_cli.trainer.heap import grow_blocks
 from orbit_cli.types import AdapterSpec
 
@@ -148,6 +149,11 @@ def trainer_model(config: OrbitConfig, base: Path, spec: AdapterSpec) -> Trainer
     if config.adapter.init_from:
         load_peft(model.bank, Path(config.adapter.init_from))
     return model
+
+
+def probes(config: OrbitConfig, serving: Serving) -> Probes:
+    """What proves that engine and trainer compute the same; both are there."""
+    return Probes(serving.engine, serving.model, probe_tokens(config, serving), tolerance(config))
 
 
 def probe_tokens(config: OrbitConfig, serving: Serving) -> list[list[int]]:

@@ -12,8 +12,7 @@ from orbit_cli.config.schema.system import Inject
 from orbit_cli.errors import writing
 from orbit_cli.quantization.base_model import prepare_base
 from orbit_cli.quantization.identity import base_checksum
-from orbit_cli.runs.assembly import check_device, probe_tokens, serving
-from orbit_cli.sync.parity import tolerance
+from orbit_cli.runs.assembly import check_device, probes, serving
 from orbit_cli.sync.proof import Check, Proof
 from orbit_cli.telemetry.files import write_json
 from orbit_cli.telemetry.recorder import Recorder
@@ -40,8 +39,7 @@ def sync_test(config: OrbitConfig) -> SyncTestResult:
     with folder.running(), recorder:
         altered = _altered_base(config, folder, recorder) if config.sync.inject is Inject.alter_base else None
         with serving(config, folder.engine_log, recorder.notify, served_base=altered, with_trainer=True) as served:
-            tokens, sync = probe_tokens(config, served), config.sync
-            proof = Proof(served.engine, served.model, tokens, sync, tolerance(config), sync.inject)
+            proof = Proof(probes(config, served), config.sync, config.sync.inject)
             recorder.notify("comparing trainer and engine")
             checks = proof.run(base_checksum(served.base), base_checksum(served.engine.base))
         path = folder.path / "sync_test.json"

@@ -12,8 +12,7 @@ from orbit_cli.planner.measured import planned_peaks
 from orbit_cli.quantization.base_model import base_origin, packed_parts
 from orbit_cli.quantization.identity import base_checksum
 from orbit_cli.rollout.source import RolloutSource
-from orbit_cli.runs.assembly import Serving, check_device, compute_dtype, probe_tokens, serving
-from orbit_cli.sync.parity import tolerance
+from orbit_cli.runs.assembly import Serving, check_device, compute_dtype, probes, serving
 from orbit_cli.sync.publisher import Publisher
 from orbit_cli.telemetry.metrics import read_rows
 from orbit_cli.telemetry.receipts import AdaptedRow
@@ -126,7 +125,7 @@ def _session(
         optimizer=optimizer,
         meter=LayerMeter(model),
         source=RolloutSource(served.engine, served.environment, served.generator, config, recorder.turn),
-        publisher=Publisher(served.engine, model, probe_tokens(config, served), config.sync, tolerance(config)),
+        publisher=Publisher(probes(config, served), config.sync),
         recorder=recorder,
         export=export,
         stop=stop,

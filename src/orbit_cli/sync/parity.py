@@ -85,30 +85,47 @@ class Effect:
         )
 
 
-def effect(base: Probe, scored: Probe, outliers: float) -> Effect | None:
-    """The least-squares slope of the engine's movement since the base on the trainer's; None if too little moved.
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """The two sides, the fixed texts that both score, and what rounding may do to the scores."""
 
-    Rounding of the two sides is unrelated, so over all tokens it averages out of the slope: a missing, reversed or
-    wrongly scaled adapter shows long before the gap leaves what rounding explains. Left out is the share `outliers`
-    of the tokens, those that round most in the base.
-    """
-    gaps = (base.engine - base.trainer).abs()
-    kept = gaps.argsort()[: len(gaps) - int(outliers * len(gaps))]
-    ours, theirs = (scored.trainer - base.trainer)[kept], (scored.engine - base.engine)[kept]
-    noise = gaps[kept].square().mean().sqrt()
-    moved = float(ours.square().mean().sqrt())
-    if not moved > NOISE_FLOOR + LOUD * float(noise):
-        return None
-    return Effect(moved=moved, share=float((ours * theirs).sum() / ours.square().sum()))
+    engine: RolloutEngine
+    model: TrainerModel
+    tokens: list[list[int]]
+    tolerance: Tolerance
 
+    def score(self, version: int | None) -> Probe:
+        """Both sides with `version` (None: the base, adapters off in the trainer)."""
+        served = [value for row in self.engine.score(self.tokens, version) for value in row]
+        return Probe(
+            engine=torch.tensor(served, dtype=torch.float64),
+            trainer=trainer_scores(self.model, self.tokens, adapter=version is not None),
+        )
 
-def probe(engine: RolloutEngine, model: TrainerModel, tokens: list[list[int]], version: int | None) -> Probe:
-    """Score `tokens` on both sides with `version` (None: the base, adapters off in the trainer)."""
-    served = [value for row in engine.score(tokens, version) for value in row]
-    return Probe(
-        engine=torch.tensor(served, dtype=torch.float64),
-        trainer=trainer_scores(model, tokens, adapter=version is not None),
-    )
+    def gap(self, scored: Probe) -> float:
+        """What `beyond` judges, nats."""
+        return scored.gap_within(self.tolerance.outliers)
+
+    def beyond(self, scored: Probe) -> str:
+        """Why the gap is larger than rounding explains; empty if it is not."""
+        gap, limit = self.gap(scored), self.tolerance.limit
+        return "" if gap <= limit else f"mean |log-prob gap| {gap:.4f} is above {limit:g} (sync.max_mean_gap)"
+
+    def effect(self, base: Probe, scored: Probe) -> Effect | None:
+        """The least-squares slope of the engine's movement since the base on the trainer's; None if too little moved.
+
+        Rounding of the two sides is unrelated, so over all tokens it averages out of the slope: a missing, reversed or
+        wrongly scaled adapter shows long before the gap leaves what rounding explains. Left out are the tokens that
+        round most in the base, as many as the tolerance says.
+        """
+        gaps = (base.engine - base.trainer).abs()
+        kept = gaps.argsort()[: len(gaps) - int(self.tolerance.outliers * len(gaps))]
+        ours, theirs = (scored.trainer - base.trainer)[kept], (scored.engine - base.engine)[kept]
+        noise = gaps[kept].square().mean().sqrt()
+        moved = float(ours.square().mean().sqrt())
+        if not moved > NOISE_FLOOR + LOUD * float(noise):
+            return None
+        return Effect(moved=moved, share=float((ours * theirs).sum() / ours.square().sum()))
 
 
 @torch.no_grad()

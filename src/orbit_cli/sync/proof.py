@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orbit_cli.config.schema.system import Inject, SyncConfig
-from orbit_cli.engine.protocol import RolloutEngine
-from orbit_cli.models.build import TrainerModel
-from orbit_cli.sync.parity import NOISE_FLOOR, Probe, Tolerance, effect, moved, probe
+from orbit_cli.sync.parity import NOISE_FLOOR, Probe, Probes, moved
 from orbit_cli.types import AdapterVersion, SampleRequest, SamplingParams, SwapReceipt
 
 
@@ -34,20 +32,15 @@ class Proof:
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        model: TrainerModel,
-        tokens: list[list[int]],
+        probes: Probes,
         config: SyncConfig,
-        tolerance: Tolerance,
         inject: Inject = Inject.none,
         scale: float = 0.05,
     ) -> None:
         """`scale`: standard deviation of the random adapters' parameters. `inject`: withhold or wrong_version."""
-        self._engine = engine
-        self._model = model
-        self._tokens = tokens
+        self._probes = probes
+        self._engine, self._model, self._tokens = probes.engine, probes.model, probes.tokens
         self._config = config
-        self._tolerance = tolerance
         self._inject = inject
         self._scale = scale
         self._number = 0
@@ -90,25 +83,24 @@ class Proof:
         self.checks.append(Check(name="same base files", passed=same, cause="" if same else cause))
 
     def _base(self, name: str) -> Probe:
-        scored = probe(self._engine, self._model, self._tokens, None)
+        scored = self._probes.score(None)
         self._judge(name, scored)
         return scored
 
     def _judge(
         self, name: str, scored: Probe, movement: float | None = None, receipt: SwapReceipt | None = None
     ) -> None:
-        gap, limit = scored.gap_within(self._tolerance.outliers), self._tolerance.limit
-        passed = gap <= limit
+        cause = self._probes.beyond(scored)
         self.checks.append(
             Check(
                 name=name,
-                passed=passed,
+                passed=not cause,
                 gap_mean=scored.gap_mean,
                 gap_max=scored.gap_max,
                 moved=movement,
                 milliseconds=receipt.milliseconds if receipt else None,
                 nbytes=receipt.nbytes if receipt else None,
-                cause="" if passed else f"mean |log-prob gap| {gap:.4f} is above {limit:g} (sync.max_mean_gap)",
+                cause=cause,
             )
         )
 
@@ -135,11 +127,11 @@ class Proof:
         receipt = self._deliver(version)
         if not self._arrived(name, version, receipt):
             return
-        scored = probe(self._engine, self._model, self._tokens, version.number)
+        scored = self._probes.score(version.number)
         movement = moved(self._base_probe.trainer, scored.trainer)
         self._judge(name, scored, movement, receipt)
         theirs, cause = moved(self._base_probe.engine, scored.engine), ""
-        acted = effect(self._base_probe, scored, self._tolerance.outliers)
+        acted = self._probes.effect(self._base_probe, scored)
         if acted is not None and not acted.sound(self._config.movement_share):
             cause = acted.told()
         if movement > NOISE_FLOOR and theirs < self._config.movement_share * movement:

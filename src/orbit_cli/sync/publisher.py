@@ -11,10 +11,8 @@ from __future__ import annotations
 import time
 
 from orbit_cli.config.schema.system import SyncConfig
-from orbit_cli.engine.protocol import RolloutEngine
 from orbit_cli.errors import NotFiniteError, ParityError
-from orbit_cli.models.build import TrainerModel
-from orbit_cli.sync.parity import NOISE_FLOOR, Probe, Tolerance, effect, moved, probe
+from orbit_cli.sync.parity import NOISE_FLOOR, Probe, Probes, moved
 from orbit_cli.types import SwapReceipt
 
 # In bfloat16 the gap is more than a step moves. But an engine that took the step scores no probe token bit for bit as
@@ -25,32 +23,21 @@ STILL = 0.1
 class Publisher:
     """Moves adapter versions from the trainer's bank into the engine's slots."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        model: TrainerModel,
-        tokens: list[list[int]],
-        config: SyncConfig,
-        tolerance: Tolerance,
-    ) -> None:
-        """`tokens`: the fixed probe prompts as token ids."""
-        self._engine = engine
-        self._model = model
-        self._tokens = tokens
+    def __init__(self, probes: Probes, config: SyncConfig) -> None:
+        self._probes = probes
+        self._engine = probes.engine
+        self._model = probes.model
         self._config = config
-        self._tolerance = tolerance
         self._base: Probe | None = None
         self._last: Probe | None = None
-        self._base_checksum = engine.base_checksum()
+        self._base_checksum = self._engine.base_checksum()
 
     def check_base(self) -> Probe:
         """Score the base (no adapter) on both sides. Raises ParityError beyond the gap limit."""
-        base = probe(self._engine, self._model, self._tokens, None)
-        gap, limit = base.gap_within(self._tolerance.outliers), self._tolerance.limit
-        if gap > limit:
+        base = self._probes.score(None)
+        if beyond := self._probes.beyond(base):
             raise ParityError(
-                f"the base without adapter differs between trainer and engine: mean |log-prob gap| {gap:.4f} is above "
-                f"{limit:g} (sync.max_mean_gap); they do not hold the same base"
+                f"the base without adapter differs between trainer and engine: {beyond}; they do not hold the same base"
             )
         self._base = base
         return base
@@ -71,7 +58,7 @@ class Publisher:
         receipt = self._engine.publish(version)
         self._check_receipt(receipt, number, version.checksum, len(version.tensors))
         self._engine.retire()
-        scored = probe(self._engine, self._model, self._tokens, number)
+        scored = self._probes.score(number)
         metrics = self._check_probe(scored, number)
         every = self._config.base_checksum_every
         if every and number % every == 0:
@@ -116,7 +103,7 @@ class Publisher:
                     f"version {number} never took effect: the trainer's log-probs moved by {ours:.2e} on the probe "
                     f"prompts, the engine's by {theirs:.2e}"
                 )
-        acted = effect(self._base, scored, self._tolerance.outliers) if self._base is not None else None
+        acted = self._probes.effect(self._base, scored) if self._base is not None else None
         if acted is not None:
             movement["probe_effect"] = acted.share
             if not acted.sound(self._config.movement_share):
@@ -124,11 +111,8 @@ class Publisher:
                     f"version {number} does not do in the engine what it does in the trainer: {acted.told()}, where "
                     "about 100% is sound (sync.movement_share)"
                 )
-        gap, limit = scored.gap_within(self._tolerance.outliers), self._tolerance.limit
-        if gap > limit:
-            raise ParityError(
-                f"version {number} is served differently from how it was trained: mean |log-prob gap| {gap:.4f} is "
-                f"above {limit:g} (sync.max_mean_gap)"
-            )
+        if beyond := self._probes.beyond(scored):
+            raise ParityError(f"version {number} is served differently from how it was trained: {beyond}")
+        gap = self._probes.gap(scored)
         gaps = {"probe_gap_mean": scored.gap_mean, "probe_gap_judged": gap, "probe_gap_max": scored.gap_max}
         return {**movement, **gaps}
