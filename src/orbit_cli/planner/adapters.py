@@ -8,6 +8,7 @@ itself, or share one rotation of their input in each layer (adapter.expert_width
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from orbit_cli.config.schema.base import AdapterConfig, AdapterKind, ExpertWidth
@@ -61,6 +62,16 @@ class Site:
             return self.multiplied(adapter) / (ranks if row or self.name == "wo_a" else 1)
         a, b = (adapter.rank * self.linears * size for size in (self.inputs, self.outputs))
         return a / ranks + b if row else a + b / ranks
+
+
+def on_gpu(found: list[Site], adapter: AdapterConfig, share: Callable[[Category], float]) -> tuple[int, int]:
+    """(trained, multiplied) numbers of these sites on one GPU, of which `share` says how they are split."""
+    trained = multiplied = 0.0
+    for site in found:
+        part = share(Category.experts if site.experts else Category.attention)
+        trained += site.trained(adapter) * part
+        multiplied += site.multiplied(adapter) * part
+    return round(trained), round(multiplied)
 
 
 def check_targets(shape: ModelShape, adapter: AdapterConfig, name: str) -> None:

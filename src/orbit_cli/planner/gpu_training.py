@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import AdapterKind, ExpertWidth
 from orbit_cli.config.schema.learning import ExpertPath
-from orbit_cli.planner.adapters import ROLES, Site, own_expert_inputs
+from orbit_cli.planner.adapters import ROLES, Site, on_gpu, own_expert_inputs
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
 from orbit_cli.planner.model import Model
@@ -152,13 +152,10 @@ class Moments:
 
     def _copies(self, in_layer: bool) -> Part:
         """The adapter in float32, where activations are, kept for the backward pass of each layer that is at work."""
-        numbers = 0.0
-        for site in self.sites if self.dtype_bytes == 4 else ():
-            share = self.layout.trainer_share(Category.experts if site.experts else Category.attention)
-            numbers += site.multiplied(self.config.adapter) * share
+        sites = self.sites if self.dtype_bytes == 4 else []
+        _, numbers = on_gpu(sites, self.config.adapter, self.layout.trainer_share)
         if self.recomputes:
             numbers = -(-numbers // self.shape.layers) if in_layer else 0
-        numbers = round(numbers)
         return _part("adapter in float32", 4 * numbers, f"4 B x {count(numbers)} numbers of layers that are at work")
 
     def _logits(self) -> Part:
@@ -246,11 +243,8 @@ class Moments:
 
     def _update(self) -> Part:
         """AdamW over all parameters at a time (torch's foreach form) holds the square roots of the second moments."""
-        numbers = 0.0
-        for site in self.sites:
-            share = self.layout.trainer_share(Category.experts if site.experts else Category.attention)
-            numbers += site.trained(self.config.adapter) * share
-        return _part("optimizer step", 4 * round(numbers), f"4 B x {count(numbers)} roots of the second moments")
+        numbers, _ = on_gpu(self.sites, self.config.adapter, self.layout.trainer_share)
+        return _part("optimizer step", 4 * numbers, f"4 B x {count(numbers)} roots of the second moments")
 
     def _series(self) -> Part:
         """The Cayley-Neumann series of a chunk of rotations, with the powers that its gradient keeps."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from orbit_cli.config.schema import OrbitConfig
 from orbit_cli.config.schema.base import AdapterKind
 from orbit_cli.config.schema.memory import TrainerLayout
-from orbit_cli.planner.adapters import Site
+from orbit_cli.planner.adapters import Site, on_gpu
 from orbit_cli.planner.gpu_training import Moments
 from orbit_cli.planner.layout import Layout
 from orbit_cli.planner.lengths import Lengths
 from orbit_cli.planner.model import Model
 from orbit_cli.planner.part import BASE, Part, Side, count
-from orbit_cli.planner.shape import Category, ModelShape
+from orbit_cli.planner.shape import ModelShape
 from orbit_cli.planner.storage import Held, largest_unit
 
 SERIES_CHUNK = 1 << 18  # numbers of rotations built at a time on a CPU: adapters/parts.py
@@ -55,12 +55,7 @@ class Trainer:
     def adapter(self) -> list[Part]:
         """Adapter, gradients, master weights and moments on one GPU."""
         adapter = self.config.adapter
-        trained = multiplied = 0.0
-        for site in self.sites:
-            share = self.layout.trainer_share(Category.experts if site.experts else Category.attention)
-            trained += site.trained(adapter) * share
-            multiplied += site.multiplied(adapter) * share
-        t, m = round(trained), round(multiplied)
+        t, m = on_gpu(self.sites, adapter, self.layout.trainer_share)
         size = f"block {adapter.block_size}" if adapter.kind is AdapterKind.oft else f"rank {adapter.rank}"
         what = f"{count(t)} trained numbers on this GPU ({adapter.kind} {size})"
         rows = [
@@ -157,7 +152,8 @@ class Trainer:
 
     def copies(self) -> Part:
         """The adapter in float32, where activations are: of every layer, or of the one that is recomputed."""
-        numbers = sum(site.multiplied(self.config.adapter) for site in self.sites) if self.dtype_bytes == 4 else 0
+        sites = self.sites if self.dtype_bytes == 4 else []
+        _, numbers = on_gpu(sites, self.config.adapter, self.layout.trainer_share)
         if self.config.trainer.activation_checkpointing:
             numbers = -(-numbers // self.shape.layers)
         return Part(
